@@ -121,8 +121,8 @@ def encode_documents(
     that calls this function therefore needs the usual ``if __name__ == "__main__"``.
 
     Args:
-        documents: The documents. A very long one is encoded in this process, so that only one copy
-            of it is in memory.
+        documents: The documents. A very long document is encoded in this process, so that only one
+            copy of it is in memory.
         spec: The tokenizer's description, with which every process loads the tokenizer.
         end_of_text: The token to put after each document.
         directory: The folder with the tokenizer's files.

@@ -30,7 +30,7 @@ _SMALLEST_VOCABULARY = 260  # unknown, end of text, newline, tab and the 256 byt
 
 
 class Tokenizer(Protocol):
-    """What the preparation of data needs from a tokenizer.
+    """The methods that a tokenizer must have, so that it can prepare data.
 
     ``decode(encode(text))`` is ``text``, and ``encode`` never returns the token ``end_of_text``.
     """

@@ -81,8 +81,8 @@ def shard_model(
 ) -> Fsdp2Store:
     """Cut ``model`` in place to this rank's part, and return its store, which is not ready yet.
 
-    If the model is on the meta device, the caller gives values to the parameters. After that, or
-    at once for a model with weights, the caller calls ``ready()`` of the store.
+    The caller gives values to the parameters of a model on the meta device. After that, or at
+    once for a model with weights, the caller calls ``ready()`` of the store.
 
     Args:
         model: the full model, with weights or on the meta device.

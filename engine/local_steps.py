@@ -306,7 +306,7 @@ class LocalTraining:
     def follow(self, steps: int) -> None:
         """Prepare for the step after ``steps``. Collective.
 
-        If local steps begin then, the anchors are made from the weights. Then the weights of all
+        If local steps begin now, the anchors are made from the weights. Then the weights of all
         holders must be equal.
         """
         local = self._rounds is not None and self._rounds.is_local(steps + 1)

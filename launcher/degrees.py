@@ -18,9 +18,9 @@ _DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 @dataclass(frozen=True)
 class Degrees:
-    """How many groups, shards and tensor-parallel ranks a run has.
+    """The numbers of groups, shards and tensor-parallel ranks of a run.
 
-    A launcher finds and checks the number of processes with it.
+    A launcher uses this object to find and check the number of processes.
 
     Attributes:
         config: the configuration, with the groups and the tensor-parallel degree.

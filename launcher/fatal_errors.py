@@ -94,7 +94,7 @@ def names_lost_rank(reason: str) -> bool:
 
 
 def described_end(rank: int, exit_code: int, position: RankPosition | None) -> str:
-    """Say how a rank of this host ended, and in which step it was.
+    """Return a text about how a rank of this host ended, and in which step it was.
 
     A negative ``exit_code``, such as -9, means that the signal with this number killed the rank.
     """

@@ -105,7 +105,7 @@ class WindowAttention(nn.Module):
 class SwinBlock(nn.Module):
     """A residual block: attention in windows, then a feed-forward per patch.
 
-    Each has a norm before it. In training, an image keeps attention with the probability
+    Each branch has a norm before it. In training, an image keeps attention with the probability
     ``survival``. It keeps the feed-forward with the same probability, drawn separately.
     """
 

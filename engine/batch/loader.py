@@ -386,8 +386,8 @@ def make_loader(
     if is_stream(data):
         if num_workers:
             raise ConfigError(
-                f"data.num_workers: is {num_workers}, but an iterable data set is read by the rank itself; leave it at "
-                "0, or give training_data=DataLoader(data, batch_size=…, num_workers=…, drop_last=True)"
+                f"data.num_workers: is {num_workers}, but an iterable data set is read by the rank itself; set this "
+                "key to 0, or give training_data=DataLoader(data, batch_size=…, num_workers=…, drop_last=True)"
             )
         return StreamLoader(data, micro_batch_size, data_rank, data_ranks, collate_fn)
     return ResumableLoader(

@@ -269,7 +269,7 @@ def problems_with_sync(config: Any) -> Problems:
         "sdp.sync.start_after": (sync.start_after > 0, "groups cannot average in every step; remove it"),
         "sdp.groups": (sdp.groups < 2, "there is no group to average with; set it to 2 or more"),
         "sdp.sync.service.min_groups": (
-            sync.service.min_groups > sdp.groups, f"there are sdp.groups = {sdp.groups} groups; lower it"
+            sync.service.min_groups > sdp.groups, f"there are sdp.groups = {sdp.groups} groups; lower this key"
         ),
         "sdp.paths.on_short": (
             sdp.paths is not None and sdp.paths.on_short == "end", 'the service assigns data to groups; use "repeat"'

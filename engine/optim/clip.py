@@ -46,8 +46,8 @@ class LossScaler:
 
     A dynamic scale is halved after ``hysteresis`` overflows, and doubled after
     ``loss_scale_window`` steps without an overflow. The names and rules are those of DeepSpeed's
-    ``DynamicLossScaler``. Every rank has a scaler. All stay equal, because all ranks skip the same
-    steps.
+    ``DynamicLossScaler``. Every rank has a scaler. All scalers stay equal, because all
+    ranks skip the same steps.
     """
 
     _SAVED = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

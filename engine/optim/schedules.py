@@ -280,7 +280,7 @@ def adapt_state(saved: Any, ours: Any) -> Any:
 
 
 def of_another_kind(saved: Any, ours: Any) -> bool:
-    """Return whether the states ``saved`` and ``ours`` are of different kinds: no common key."""
+    """Return whether the states of two schedulers, ``saved`` and ``ours``, have no common key."""
     return isinstance(saved, Mapping) and isinstance(ours, Mapping) and bool(saved) and not saved.keys() & ours.keys()
 
 

@@ -51,7 +51,7 @@ class Packing:
         return self.room - held @ self.size
 
     def loads(self, held: np.ndarray) -> np.ndarray:
-        """Return the work of each group, shape (groups,). ``held`` says which units it holds."""
+        """Return the work of each group, shape (groups,). ``held`` has the units of each group."""
         return held @ self.work
 
 

@@ -308,7 +308,7 @@ class ServedRun:
     # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the run as JSON, for a checkpoint. It lacks ``order``."""
+        """Return the position in the run as JSON. A checkpoint saves the data order separately."""
         return {"closed": self.closed, "samples": self.samples, "late": self.late, "orphans": dict(self.orphans)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, order: Mapping[str, Any] | None) -> None:

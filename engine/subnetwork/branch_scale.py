@@ -27,7 +27,7 @@ from .neurons import Slices
 class BranchScale:
     """Scales the units of a model, each with a factor of its own.
 
-    These are the factors for a subnetwork. Inside :meth:`of_full_model`, other factors apply.
+    The factors are for a subnetwork. Inside :meth:`of_full_model`, they are for the full model.
     """
 
     def __init__(self, layout: Layout):

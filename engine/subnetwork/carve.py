@@ -33,8 +33,7 @@ class Structure(NamedTuple):
 
     ``spec`` is the result's pytree, and ``position`` is the leaf with the hidden state. ``others``
     maps each leaf that is an unchanged argument of the block to the argument's name. All other
-    leaves are None in a pass-through. ``has_weights`` says whether the block itself returns
-    attention probabilities.
+    leaves are None in a pass-through. ``has_weights``: the block itself returns attention weights.
     """
 
     spec: TreeSpec

@@ -127,10 +127,7 @@ def status(dump_dir: Path) -> str:
     lines = _read_regular(dump_dir / FOLDER / EVENTS).splitlines()
     noted = [line.split() for line in lines if _EVENT.fullmatch(line)]  # the last may be incomplete
     if not noted:
-        raise LaunchError(
-            f"--status {dump_dir}: no job was submitted for this directory; give the --dump-dir of a job that sdp "
-            "launch --launcher slurm has submitted"
-        )
+        raise LaunchError(f"--status {dump_dir}: no job was submitted for this directory; give a job's --dump-dir")
     job = max((words[1] for words in noted), key=int)
     # The job may write "running" before the process that called sbatch writes "submitted".
     events = [words[2:] for words in noted if words[1] == job and words[2] != "submitted"]

@@ -111,7 +111,7 @@ class Forecast:
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the full model. With several paths, that of one path."""
+        """The number of parameters of the full model, or of one path if there are several paths."""
         return sum(info.numel for info in self.layout.parameters_at(0).values())
 
     @property
@@ -131,7 +131,7 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """The seconds of a step, which are those of the slowest rank."""
+        """The seconds of a step on the slowest rank, for which all other ranks wait."""
         return self.slowest.time.step
 
     @property

@@ -1,7 +1,7 @@
 """Ways to train one model on the same ranks: the rows of ``sdp plan --compare``.
 
 All ways have the ranks, batch, tensor parallelism and recomputation of the configuration. The plan
-does not say how well a way learns.
+does not say which loss a way of training reaches.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def with_buckets(plan: Forecast) -> Forecast:
     """Return ``plan`` with the memory that torch's DDP needs in place of this engine's.
 
     DDP keeps gradients in buckets during the whole step, but the traced engine frees them earlier.
-    With several micro-batches, the gradients of earlier ones exist in addition to the buckets.
+    With several micro-batches, gradients of earlier micro-batches exist besides the buckets.
     """
 
     def whole(trace: StepTrace) -> StepTrace:

@@ -106,9 +106,9 @@ class Baseline:
 
 
 def find_baseline(runs: Sequence[Facts]) -> Baseline:
-    """Return the first dense run of several runs as the model that other runs are compared with.
+    """Return the first dense run of several runs, with which a report compares the other runs.
 
-    If there is none, return the first prediction of the dense model that a run recorded.
+    If there is no dense run, return the first prediction of the dense model that a run recorded.
     """
     dense = next((run for run in runs if run.dense), None) if len(runs) > 1 else None
     if dense is not None:

@@ -37,26 +37,26 @@ class Observer:
     """
 
     def on_start(self, start: int, steps: int) -> None:
-        """Called before training, after ``start`` steps. The last step will be ``steps``."""
+        """Override this to act before training, from ``start`` steps to ``steps`` steps."""
 
     def around_step(self, step: int) -> AbstractContextManager[Any]:
-        """Return a context for forward, backward and update of optimizer step ``step``."""
+        """Override this to return a context around forward, backward and update of ``step``."""
         return nullcontext()
 
     def on_step(self, line: Line) -> None:
-        """Called after an optimizer step. ``line`` is its line of metrics.jsonl."""
+        """Override this to act after an optimizer step, with its ``line`` of metrics.jsonl."""
 
     def on_evaluation(self, line: Line) -> None:
-        """Called after the full model was evaluated. ``line`` is a line of evaluations.jsonl."""
+        """Override this to act after an evaluation, with its ``line`` of evaluations.jsonl."""
 
     def on_rollback(self, step: int) -> None:
-        """Called after the run returned to the checkpoint of ``step``. Later steps are repeated."""
+        """Override this to act after a return to the checkpoint of ``step``, before it goes on."""
 
     def on_end(self) -> None:
-        """Called after the loop, when the run is done or a signal has stopped it."""
+        """Override this to act after the last step, or after a signal has stopped the loop."""
 
     def close(self) -> None:
-        """Flush and close files. Called once, even if the run fails."""
+        """Override this to flush and close files. It is called once, even if the run fails."""
 
 
 PROBED_STEP = 2  # the first step allocates optimizer state; the steps after it allocate the same

@@ -52,7 +52,7 @@ class Checkpointer:
     def resume(self) -> bool:
         """Load the newest checkpoint, and return whether there is one. Collective.
 
-        If settings have changed since the checkpoint, the new ones apply.
+        If settings have changed since the checkpoint, the new settings apply.
         """
         engine = self._engine
         self._beat.at(0, LOAD, self._training.start_timeout)
@@ -79,7 +79,7 @@ class Checkpointer:
     def save(self) -> None:
         """Write a checkpoint, in the background if ``training.async_save`` says so. Collective.
 
-        If that fails, the run goes on.
+        If the save fails, the run goes on.
 
         Raises:
             CheckpointError: ``training.max_failed_saves`` consecutive checkpoints failed.
