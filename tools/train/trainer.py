@@ -211,6 +211,7 @@ class Trainer:
         tokens = engine.global_samples * self._config.data.tokens_per_sample  # of all batch sizes of the run
         line = {"step": engine.global_steps, "tokens": tokens, **found}
         if service is not None and not service.report(line):
+            log.warning("the service dropped this group in the evaluation of step %d, whose loss is lost", line["step"])
             return
         if self._files is not None:
             self._files.evaluation(line)
