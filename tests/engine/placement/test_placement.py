@@ -121,7 +121,9 @@ def test_protected_units() -> None:
         listed = {"groups": 4, "protect": ["layers.0"], "placement": kind}
         placement = make_placement(section(**listed, profile=[4, 1, 2, 3, 2], capacity=0.5), five)
         assert [len(held) for held in placement.holders] == [4, 1, 2, 3, 2]
-        with pytest.raises(ConfigError, match=r"unit 0 \(counted from 0\), but all groups hold it .*; list 4 there"):
+        with pytest.raises(
+            ConfigError, match=r"unit 0 \(counted from 0\), but all groups hold it .*; list 4 for this unit"
+        ):
             make_placement(section(**listed, profile=[2] * 5, capacity=0.5), five)
         with pytest.raises(
             ConfigError,

@@ -35,7 +35,7 @@ def test_auto_takes_every_stack_of_one_class() -> None:
     )
     assert names(mixed) == ["4.0", "4.1"]
     with pytest.raises(
-        ModelError, match=r'sdp.units: "auto" finds no ModuleList or Sequential with two or more blocks'
+        ModelError, match=r'sdp.units: "auto" finds no ModuleList or Sequential with two or more neighbours'
     ):
         names(nn.Linear(2, 2))
 

@@ -171,7 +171,9 @@ def test_what_is_not_a_regular_file_is_refused_without_a_hang(tmp_path: Path, na
     run = tmp_path / "run"
     run.mkdir()
     os.mkfifo(run / name) if kind == "fifo" else (run / name).mkdir()
-    with pytest.raises(WriteError, match=rf"{name}: is not a regular file, and a run writes .* there; remove it"):
+    with pytest.raises(
+        WriteError, match=rf"{name}: is not a regular file, and a run must write a file of this name; remove it"
+    ):
         RunFiles(run, resume=True)
 
 
