@@ -184,7 +184,7 @@ def damage(folder: Path, how: str) -> None:
     ("how", "message"),
     [
         ("truncated", "cannot be read"),
-        ("no weights", "no model.safetensors"),
+        ("no weights", "neither model.safetensors nor"),
         ("pickle", "pytorch_model.bin, a pickle"),
         ("shard missing", "model-00001-of-00001.safetensors: is missing"),
         ("index damaged", "is not an index of weights"),
