@@ -334,12 +334,16 @@ def _marked_tokens(row: dict[str, Any], where: str) -> np.ndarray:
 
     The first token is marked too, because no earlier token predicts it.
     """
-    ids, labels = (np.asarray(row.get(key, row["input_ids"])) for key in ("input_ids", "labels"))
+    try:
+        ids, labels = (np.asarray(row.get(key, row["input_ids"])) for key in ("input_ids", "labels"))
+    except ValueError:  # lists of unequal length in the list
+        raise DataError(f"{where}: 'input_ids' and 'labels' must be lists of integers") from None
     if ids.dtype.kind != "i" or ids.ndim != 1 or ids.min() < 0 or ids.max() >= UNCOUNTED:
         raise DataError(f"{where}: 'input_ids' must be a list of one or more token ids, which are integers ≥ 0")
     if labels.dtype.kind != "i" or labels.shape != ids.shape:
         raise DataError(f"{where}: 'labels' must be a list of integers, as long as 'input_ids'")
-    if 0 in (row.get("attention_mask") or ()):
+    mask = row.get("attention_mask") or [1]
+    if not isinstance(mask, list) or any(entry not in (1, True) for entry in mask):
         raise DataError(
             f"{where}: 'attention_mask' hides some of 'input_ids'; leave these tokens out, because sequences are not "
             "padded"

@@ -38,7 +38,7 @@ from .runs import saved_run
 from .runs.dataset import check_router, router_folder
 from .runs.paths import ROUTER, path_folder
 from .runs.saved_run import CheckpointChoice, SavedRun
-from .runs.start_files import START, TENSORS, has_tokenizer, kept_tensors
+from .runs.start_files import MORE_TEMPLATES, START, TENSORS, has_tokenizer, kept_tensors
 from .runs.whole_model import check_exportable
 from .shared.arguments import size_in_bytes
 
@@ -212,9 +212,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 def _copy_description(kept: Path, out: Path, dtype: torch.dtype | None) -> None:
     """Copy the files of the start. Another ``dtype`` is written into the configuration."""
-    for path in kept.iterdir():
-        if path.name != TENSORS:
-            shutil.copyfile(path, out / path.name)
+    shutil.copytree(kept, out, ignore=shutil.ignore_patterns(TENSORS), dirs_exist_ok=True)
     config = read_json_file(out / "config.json")
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     if dtype is not None and config.get(key) != (kind := str(dtype).removeprefix("torch.")):
@@ -294,6 +292,7 @@ def _replace(new: Path, out: Path) -> None:
     for path in out.iterdir():
         if _WRITTEN.fullmatch(path.name):
             path.unlink()
+    shutil.rmtree(out / MORE_TEMPLATES, ignore_errors=True)
     for path in sorted(new.iterdir(), key=lambda path: path.name == "config.json"):
         path.replace(out / path.name)
 

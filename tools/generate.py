@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..data.tokenizers import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from ..engine.errors import ConfigError, escape
+from ..engine.errors import ConfigError, escape, shorten
 from ..models.huggingface import build_from
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
@@ -85,11 +85,17 @@ def _model(saved: SavedRun, vocab_size: int) -> nn.Module:
 def _settings(saved: SavedRun, text: Tokenizer, args: argparse.Namespace) -> dict[str, Any]:
     from transformers import GenerationConfig
 
-    settings = GenerationConfig(eos_token_id=text.end_of_text)
-    if (saved.described_in / "generation_config.json").is_file():
-        settings = GenerationConfig.from_pretrained(saved.described_in)
-    end = settings.eos_token_id
-    settings.pad_token_id = end[0] if isinstance(end, list) else end
+    settings, file = GenerationConfig(eos_token_id=text.end_of_text), saved.described_in / "generation_config.json"
+    try:
+        if file.is_file():
+            settings = GenerationConfig.from_pretrained(saved.described_in)
+        end = settings.eos_token_id
+        settings.pad_token_id = end[0] if isinstance(end, list) else end
+    except (OSError, ValueError, TypeError, IndexError, AttributeError) as error:
+        reason = shorten(str(error).strip().partition("\n")[0])
+        raise ConfigError(
+            f"{file}: not settings for generation that transformers can use ({reason}); correct it"
+        ) from None
     if args.temperature is not None:
         settings.do_sample = args.temperature > 0
         settings.temperature = args.temperature or None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,10 @@ def test_what_cannot_be_done_is_one_line(folder: Path, tmp_path: Path, capsys: p
         ("generate", tmp_path, PROMPT): "neither a run nor a checkpoint of a run",
         ("export", folder, tmp_path / "out"): "is a model of transformers already",
     }
+    for number, settings in enumerate(("{bad", '{"eos_token_id": []}')):
+        copied = shutil.copytree(folder, tmp_path / f"settings-{number}")
+        (copied / "generation_config.json").write_text(settings)
+        cases["generate", copied, PROMPT] = "generation_config.json: not settings for generation"
     for arguments, message in cases.items():
         assert main([str(argument) for argument in arguments]) == 2
         printed = capsys.readouterr()

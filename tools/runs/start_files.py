@@ -23,6 +23,7 @@ from ...models.registry import section_from_huggingface
 
 START = "start"  # below the directory of the run
 TENSORS = "tensors.json"  # name and type of the tensors in the weight files
+MORE_TEMPLATES = "additional_chat_templates"  # a folder in which transformers keeps further templates
 DESCRIBES = re.compile(r".*\.(json|txt|model|jinja|tiktoken)")  # configuration, tokenizer, chat template
 
 
@@ -88,9 +89,11 @@ def keep_start_files(config: Config, dump_dir: Path) -> None:
     try:
         shutil.rmtree(kept, ignore_errors=True)
         kept.mkdir()
-        for path in folder.iterdir():
+        for path in (*folder.iterdir(), *(folder / MORE_TEMPLATES).glob("*")):
             if DESCRIBES.fullmatch(path.name) and path.name != INDEX and path.is_file():
-                shutil.copyfile(path, kept / path.name)
+                target = kept / path.relative_to(folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
         tensors = WeightFiles(start).dtypes()
         (kept / TENSORS).write_text(json.dumps(tensors, indent=1) + "\n", encoding="utf-8")
     except OSError as error:

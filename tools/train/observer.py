@@ -121,7 +121,7 @@ class RemoteFiles(Observer):
 
     def _copy(self) -> None:
         folder = self._dump_dir
-        start = [path.relative_to(folder).as_posix() for path in (folder / START).glob("*")]
+        start = [path.relative_to(folder).as_posix() for path in (folder / START).rglob("*")]
         try:
             for name in (*SENT, *start):
                 if (folder / name).is_file():

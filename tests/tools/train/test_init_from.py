@@ -156,14 +156,21 @@ def test_a_folder_of_any_family_is_trained_and_exported_as_it_was(config, tmp_pa
     settings = [f"data.path={data}", "data.sequence_length=32", "sdp.groups=1", "training.steps=2"]
     run, out = str(tmp_path / "run"), tmp_path / "out"
     command = ["train", str(config), "--init-from", str(start), "--dump-dir", run]
+    (start / "additional_chat_templates").mkdir()
+    (start / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
     assert main([*command, "--set", *settings]) == 0
-    kept = {path.name: path.read_bytes() for path in start.iterdir() if path.suffix != ".safetensors"}
+
+    def described(folder: Path) -> dict[str, bytes]:
+        files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors")
+        return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+    kept = described(start)
     before = load_file(start / "model.safetensors")
     assert main([*command, "--resume", "--set", *settings[:-1], "training.steps=3"]) == 0
     shutil.rmtree(start)
     assert main(["evaluate", run]) == 0
     assert main(["export", run, str(out)]) == 0
-    assert {path.name: path.read_bytes() for path in out.iterdir() if path.suffix != ".safetensors"} == kept
+    assert described(out) == kept
     after = load_file(out / "model.safetensors")
     assert {name: (t.shape, t.dtype) for name, t in after.items()} == {n: (t.shape, t.dtype) for n, t in before.items()}
     assert any(not torch.equal(after[name], before[name]) for name in before)

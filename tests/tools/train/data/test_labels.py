@@ -104,6 +104,8 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "a text": ([{"input_ids": "5 6"}], "line 1: 'input_ids' must be a list of one or more token ids"),
     "halves": ([{"input_ids": [5.5]}], "line 1: 'input_ids' must be a list of one or more token ids"),
     "below 0": ([{"input_ids": [-1]}], "line 1: 'input_ids' must be a list of one or more token ids"),
+    "unequal": ([GOOD | {"input_ids": [[1], [2, 3]]}], "line 1: 'input_ids' and 'labels' must be lists of integers"),
+    "no mask": ([GOOD | {"attention_mask": 1}], "line 1: 'attention_mask' hides some of 'input_ids'"),
     "padding": ([GOOD | {"attention_mask": [1, 0]}], "line 1: 'attention_mask' hides some of 'input_ids'"),
     "outside": ([GOOD, {"input_ids": [88]}], "token 88 is outside the vocabulary of 88"),
     "text between": ([GOOD, {"text": "w1"}], "some documents are text and some are input_ids"),
