@@ -45,6 +45,7 @@ SEEDS = (0, 1, 2)
 ROUND = 20  # local steps between two averages
 BLOCK_STEPS = 50  # BAdam trains other blocks after so many steps
 TRAINED, FROZEN = 16, 2  # bytes for a parameter
+ANCHOR = 4  # further bytes for a trained parameter in local steps, whose outer optimizer has no momentum
 LARGEST_NORM = 1.0  # of a gradient
 
 
@@ -131,7 +132,8 @@ def state_bytes(method: Method, size: Size, trained: int | None = None) -> int:
     if trained is not None:
         return FROZEN * (blocks + shared) + TRAINED * trained
     held = round(blocks * method.capacity)
-    return TRAINED * (shared + held) + FROZEN * (blocks - held)
+    trains = TRAINED + ANCHOR if method.local_steps > 1 else TRAINED
+    return trains * (shared + held) + FROZEN * (blocks - held)
 
 
 # -- methods --------------------------------------------------------------------------------------

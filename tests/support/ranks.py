@@ -31,7 +31,7 @@ from .forks.server import fork_context
 COLLECTIVE_TIMEOUT = timedelta(seconds=240)  # ranks that share two loaded cores are slow, not stuck
 # gloo's threads outlive process groups that a device mesh still knows. Each wakes 100 times a
 # second, also when it has nothing to do.
-MOST_THREADS = 100
+MOST_THREADS = 40
 START_SECONDS = 300.0  # the server imports torch first, perhaps on busy cores
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
 _VARIABLES: tuple[str, ...] = (
