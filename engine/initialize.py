@@ -136,8 +136,9 @@ def _announce_sharing(engine: SDPEngine) -> None:
     if layout.refreshes:
         ways = {(refresh.source, refresh.members) for refresh in layout.refreshes}
         most = max(sum(group in members for _, members in ways) for group in layout.everyone)
-        log.info("masking: a group runs frozen copies of units that it does not hold; holders refresh the copies "
-            "after each step (at most %d more communicators per rank)", most)  # fmt: skip
+        when = "each step" if config.sdp.copies.refresh_every == 1 else f"every {config.sdp.copies.refresh_every} steps"
+        log.info("masking: a group runs frozen copies of units that it does not hold; holders refresh the copies after "
+            "%s (at most %d more communicators per rank)", when, most)  # fmt: skip
     if (scale := engine.rate_scale) is not None:
         log.info(
             "rates: sdp.lr_scale %s multiplies the learning rates of units by %s", config.sdp.lr_scale, scale.describe()
