@@ -345,8 +345,8 @@ def _marked_tokens(row: dict[str, Any], where: str) -> np.ndarray:
     mask = row.get("attention_mask") or [1]
     if not isinstance(mask, list) or any(entry not in (1, True) for entry in mask):
         raise DataError(
-            f"{where}: 'attention_mask' hides some of 'input_ids'; leave these tokens out, because sequences are not "
-            "padded"
+            f"{where}: 'attention_mask' hides some of 'input_ids', or is not a list of ones; leave hidden "
+            "tokens out, because sequences are not padded"
         )
     wrong = np.flatnonzero((labels != ids) & (labels != IGNORED_LABEL))
     if len(wrong):

@@ -1,4 +1,4 @@
-"""What scripts use of DeepSpeed's engine beside the training loop, such as ``engine.monitor``."""
+"""DeepSpeed's names that scripts use outside the training loop, such as ``engine.monitor``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks: optional methods with which a model tells the engine about itself.
+"""Hooks: optional methods with which a model describes itself to the engine.
 
 :class:`ModelHooks` lists all hooks. A plain ``torch.nn.Module`` works without any, and each hook
 makes one more feature available. This file also has the types that hooks return, so a model needs

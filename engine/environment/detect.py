@@ -163,7 +163,7 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Supervision:
-    """What the SDP launcher tells a process that it starts.
+    """What a process that the SDP launcher starts gets from the launcher.
 
     Attributes:
         parent_pid: the process id of the launcher.
@@ -175,7 +175,7 @@ class Supervision:
 
 
 def supervision() -> Supervision | None:
-    """Return what the SDP launcher told this process, or None if it was started otherwise.
+    """Return what this process got from the SDP launcher, or None if it was started otherwise.
 
     Call this once: the launcher's process id is removed from the environment, because programs that
     this process starts have another parent.
@@ -185,7 +185,7 @@ def supervision() -> Supervision | None:
 
 
 def position_file() -> Path | None:
-    """Return the file in which this rank tells its launcher what it is doing, or None."""
+    """Return the file where this rank writes its phase for the launcher, or None."""
     path = os.environ.get(POSITION_FILE, "")
     return Path(path) if path else None
 

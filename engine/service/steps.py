@@ -42,7 +42,7 @@ class Membership:
         self.closed = 0  # the average whose anchors the group has
         self.lost = False  # what the ranks last agreed on; a heartbeat changes only the client's own flag
         self.is_renewed = False  # the group has joined again, so its data order starts over
-        # What the group tells the service when it begins: "micro_batches" of a step, "width" (the
+        # What the group sends to the service at its start: "micro_batches" of a step, "width" (the
         # samples of one), "data_ranks", and what identifies the "data".
         self.start: dict[str, Any] = {}
         self._read = 0  # samples of the steps so far

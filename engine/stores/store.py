@@ -115,7 +115,7 @@ class _Staged:
 
 @dataclass
 class RankContext:
-    """What a store tells the engine about this rank: its position, process groups and traffic.
+    """What the engine knows from a store about this rank: its position, process groups and traffic.
 
     Attributes:
         at: the coordinates of the rank in the mesh.
