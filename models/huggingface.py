@@ -26,6 +26,11 @@ from .sections import HuggingFaceConfig
 def read_config(directory: Path) -> dict[str, Any]:
     """Read a folder's ``config.json``. Raises ConfigError unless it describes a model."""
     path = directory / "config.json"
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{shorten(directory)} is not a directory; a model of the Hugging Face Hub must be downloaded first, with "
+            "hf download NAME --local-dir DIR"
+        )
     try:
         content = read_json_file(path)
         content["model_type"]
@@ -71,7 +76,7 @@ def build(section: HuggingFaceConfig) -> nn.Module:
     except Exception as error:  # each kind of model has checks
         raise ConfigError(
             f"model.path: {directory}: transformers builds no causal language model of type "
-            f"{json.dumps(content['model_type'])} ({shorten(str(error).strip().splitlines()[0])})"
+            f"{json.dumps(content['model_type'])} ({shorten(' '.join(str(error).split()))})"
         ) from None
     finally:
         logging.set_verbosity(verbosity)

@@ -54,7 +54,7 @@ _WRITTEN = re.compile(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    saved_run.add_arguments(parser)
+    saved_run.add_arguments(parser, models=False)
     parser.add_argument(
         "--to",
         choices=["hf"],

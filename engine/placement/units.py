@@ -286,7 +286,7 @@ def find_neuron_units(model: nn.Module, groups: int) -> list[Unit]:
     if branches is None:
         raise ModelError(
             f'sdp.granularity: "neuron" needs a model that states its residual branches (neuron_branches()), and '
-            f'{type(model).__name__} does not; use "block"'
+            f'{type(model).__name__} does not; use "block", or add them as docs/your_model.md shows'
         )
     parameters = dict(model.named_parameters())
     units: list[Unit] = []

@@ -346,7 +346,7 @@ def warn_of_partial_pass(module: nn.Module, evaluation: Evaluation, is_partial: 
         if not (module.training or evaluation.is_running or evaluation.is_replaced) and is_partial():
             handle.remove()
             log.warning(
-                "the model runs in evaluation mode, but this rank has only the subnetwork of its group; "
+                "the model runs in evaluation mode, but this rank does not have the exact full model; "
                 "engine.evaluate(BATCHES) gives the loss of the full model, engine.full_model() and "
                 "engine.generate() run it"
             )

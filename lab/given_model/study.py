@@ -43,7 +43,6 @@ RATES = (0.002, 0.004, 0.008)
 TUNED_AT = ("C++", 10)
 SEEDS = (0, 1, 2)
 ROUND = 20  # local steps between two averages
-BLOCK_STEPS = 50  # BAdam trains other blocks after so many steps
 TRAINED, FROZEN = 16, 2  # bytes for a parameter
 ANCHOR = 4  # further bytes for a trained parameter in local steps, whose outer optimizer has no momentum
 LARGEST_NORM = 1.0  # of a gradient
@@ -53,19 +52,32 @@ LARGEST_NORM = 1.0  # of a gradient
 class Method:
     """A way to continue training.
 
-    ``kind`` is "full", "sdp", "lora", "badam", "last" or "spread". ``capacity`` is the share C of
-    the blocks' state that a device may have. ``local_steps`` is the number of steps between
-    averages.
+    Attributes:
+        kind: "full", "sdp", "lora", "badam", "last" or "spread".
+        capacity: The share C of the blocks' state that a device may have.
+        local_steps: The number of steps between averages of SDP.
+        interval: BAdam trains other blocks after so many steps.
+        alpha: The alpha of LoRA, divided by its rank.
+        trains_rest: LoRA also trains everything outside the blocks, as all other methods do. Its
+            rank is then smaller.
     """
 
     kind: str
     capacity: float = 1.0
     local_steps: int = 1
+    interval: int = 50
+    alpha: int = 2
+    trains_rest: bool = False
 
     @property
     def name(self) -> str:
+        settings = [(self.local_steps, "every"), (self.interval, "interval"), (self.alpha, "alpha")]
+        usual = (Method.local_steps, Method.interval, Method.alpha)
+        differing = [
+            f", {word} {value}" for (value, word), default in zip(settings, usual, strict=True) if value != default
+        ]
         share = f" {self.capacity:g}" if self.capacity < 1 else ""
-        return f"{self.kind}{share}" + (f", every {self.local_steps}" if self.local_steps > 1 else "")
+        return f"{self.kind}{share}{''.join(differing)}{', with the rest' if self.trains_rest else ''}"
 
 
 METHODS = (
@@ -73,7 +85,9 @@ METHODS = (
     *(Method("sdp", capacity) for capacity in (0.125, 0.25, 0.5)),
     *(Method("sdp", capacity, ROUND) for capacity in (0.125, 0.25, 0.5)),
     *(Method("lora", capacity) for capacity in (0.125, 0.25, 0.5)),
-    Method("badam", 0.25),
+    *(Method("lora", capacity, trains_rest=True) for capacity in (0.25, 0.5)),
+    Method("lora", 0.25, alpha=8),
+    *(Method("badam", 0.25, interval=interval) for interval in (50, 20)),
     Method("last", 0.25),
     Method("spread", 0.25),
 )
@@ -122,18 +136,25 @@ class Size:
         return round(tokens_per_parameter * sum(self.counts) / (GROUPS * LENGTH))
 
 
-def state_bytes(method: Method, size: Size, trained: int | None = None) -> int:
-    """Count the bytes of state on a device.
-
-    For LoRA, ``trained`` is the number of parameters in its matrices, and nothing else is trained.
-    For all other methods it is None.
-    """
+def state_bytes(method: Method, size: Size) -> int:
+    """Count the bytes of state on a device. LoRA with its rank has nearly those of SDP."""
+    if method.kind == "lora":
+        return _bytes_of_adapters(method, size, rank_of_equal_state(method, size))
     blocks, shared = size.counts
-    if trained is not None:
-        return FROZEN * (blocks + shared) + TRAINED * trained
     held = round(blocks * method.capacity)
     trains = TRAINED + ANCHOR if method.local_steps > 1 else TRAINED
     return trains * (shared + held) + FROZEN * (blocks - held)
+
+
+def rank_of_equal_state(method: Method, size: Size) -> int:
+    """Return the rank of LoRA whose state is nearest to that of SDP with this capacity."""
+    wanted = state_bytes(Method("sdp", method.capacity), size)
+    return min(range(1, size.width + 1), key=lambda rank: abs(_bytes_of_adapters(method, size, rank) - wanted))
+
+
+def _bytes_of_adapters(method: Method, size: Size, rank: int) -> int:
+    parameters = with_adapters(size.empty(), method, rank).parameters()
+    return sum(parameter.numel() * (TRAINED if parameter.requires_grad else FROZEN) for parameter in parameters)
 
 
 # -- methods --------------------------------------------------------------------------------------
@@ -253,21 +274,15 @@ class OfLocalSteps(Continued):
                 one[name].copy_(parameter)
 
 
-def with_adapters(model: nn.Module, rank: int) -> nn.Module:
-    """Add LoRA to all linear layers of the blocks, freeze everything else, and return the model."""
+def with_adapters(model: nn.Module, method: Method, rank: int) -> nn.Module:
+    """Add LoRA to all linear layers of the blocks, freeze their weights, and return the model."""
     from peft import LoraConfig, inject_adapter_in_model  # of the extra "dev"
 
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=layers), model)
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=method.alpha * rank, target_modules=layers), model)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("lora_" in name)
+        parameter.requires_grad_("lora_" in name or (method.trains_rest and ".layers." not in name))
     return model
-
-
-def rank_of_equal_state(method: Method, size: Size) -> int:
-    """Return the rank of LoRA whose state is nearest to that of SDP with this capacity."""
-    one = sum(p.numel() for p in with_adapters(size.empty(), 1).parameters() if p.requires_grad)
-    return round((state_bytes(method, size) - FROZEN * sum(size.counts)) / (TRAINED * one))
 
 
 def continued(method: Method, size: Size, model: nn.Module) -> Continued:
@@ -275,8 +290,8 @@ def continued(method: Method, size: Size, model: nn.Module) -> Continued:
     count = round(method.capacity * BLOCKS)
     makers: dict[str, Callable[[], Continued]] = {
         "full": lambda: Continued(model, [make_optimizer(list(model.parameters()))]),
-        "lora": lambda: _of_adapters(with_adapters(model, rank_of_equal_state(method, size))),
-        "badam": lambda: OfBlocks(model, range(count), BLOCK_STEPS),
+        "lora": lambda: _of_adapters(with_adapters(model, method, rank_of_equal_state(method, size))),
+        "badam": lambda: OfBlocks(model, range(count), method.interval),
         "last": lambda: OfBlocks(model, range(BLOCKS - count, BLOCKS)),
         "spread": lambda: OfBlocks(model, range(BLOCKS // count - 1, BLOCKS, BLOCKS // count)),
         "sdp": lambda: _of_groups(model, size.layout(model, method.capacity), method.local_steps),
@@ -363,15 +378,11 @@ def table(results: Results, size: Size, text: str, kind: str) -> str:
         "|---|---:|---:|" + "---:|" * len(LENGTHS),
     ]
     for method in METHODS:
-        rate, trained = results.best_rate(method), None
-        if method.kind == "lora":
-            model = with_adapters(size.empty(), rank_of_equal_state(method, size))
-            trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        cells = []
+        rate, cells = results.best_rate(method), []
         for tokens in LENGTHS:
             losses = [results.losses(method, text, tokens, rate, seed)[kind] for seed in SEEDS]
             cells.append(f"{statistics.fmean(losses):.3f} ± {statistics.stdev(losses):.3f}")
-        state = state_bytes(method, size, trained) / 1e3
+        state = state_bytes(method, size) / 1e3
         lines.append(f"| {method.name} | {state:.0f} | {rate:g} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

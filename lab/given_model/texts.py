@@ -8,7 +8,9 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,11 +18,15 @@ BYTES = 12_000_000  # of a text, at most
 LARGEST = 60_000  # of a file
 HELD_OUT = 12  # one file of so many is held out
 WINDOWS = 256  # of held-out text
+REPEATED = 64  # a window with so many bytes in a row that are in the training text is not used
 
 
 @dataclass(frozen=True)
 class Text:
-    """A kind of text: bytes to train on, and windows (windows, length) of held-out files."""
+    """A kind of text: bytes to train on, and windows (windows, length) of held-out files.
+
+    No 64 bytes in a row of a held-out window are in the bytes to train on.
+    """
 
     train: Tensor
     held_out: Tensor
@@ -38,7 +44,7 @@ def cut(text: Tensor, rows: int, length: int, generator: torch.Generator) -> Ten
 
 
 def find_texts(length: int) -> tuple[dict[str, Text], str]:
-    """Return the texts by name, and the first digits of a hash of all texts."""
+    """Return the texts by name, and the first digits of a hash of all bytes that are used."""
     packages = Path(sysconfig.get_paths()["purelib"])
     library = Path(sysconfig.get_paths()["stdlib"])
     python = (path for path in library.rglob("*.py") if not {"site-packages", "test", "tests"} & {*path.parts})
@@ -50,10 +56,9 @@ def find_texts(length: int) -> tuple[dict[str, Text], str]:
         files = list(_texts(paths))
         random.Random(0).shuffle(files)
         held_out, train = (_joined(part) for part in (files[: len(files) // HELD_OUT], files[len(files) // HELD_OUT :]))
-        for part in (train, held_out):
+        found[name] = Text(train, _new_windows(held_out, train, length))
+        for part in (train, found[name].held_out):
             digest.update(part.numpy().tobytes())
-        generator = torch.Generator().manual_seed(7)
-        found[name] = Text(train, cut(held_out, WINDOWS, length, generator))
     return found, digest.hexdigest()[:12]
 
 
@@ -63,6 +68,23 @@ def _texts(paths: Iterable[Path]) -> Iterator[bytes]:
             content = path.read_bytes()
             if b"\0" not in content:
                 yield content
+
+
+def _new_windows(held_out: Tensor, train: Tensor, length: int) -> Tensor:
+    """Return random windows (WINDOWS, length) of ``held_out`` that do not repeat ``train``."""
+    drawn = cut(held_out, 4 * WINDOWS, length, torch.Generator().manual_seed(7))
+    hashes = np.stack([_hashes(window) for window in drawn])
+    new = drawn[torch.from_numpy(~np.isin(hashes, _hashes(train)).any(axis=1))]
+    if len(new) < WINDOWS:
+        raise ValueError(f"only {len(new)} of {len(drawn)} held-out windows are not in the training text")
+    return new[:WINDOWS]
+
+
+def _hashes(text: Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Hash every REPEATED bytes in a row of ``text``."""
+    content = text.to(torch.uint8).numpy().tobytes()
+    stretches = (hash(content[start : start + REPEATED]) for start in range(len(content) - REPEATED + 1))
+    return np.fromiter(stretches, np.int64)
 
 
 def _joined(files: Iterable[bytes]) -> Tensor:

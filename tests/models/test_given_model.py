@@ -122,7 +122,7 @@ def _spoil(folder: Path, **keys: Any) -> None:
 
 
 REFUSED = {
-    "no folder": (lambda folder: shutil.rmtree(folder), "config.json is not a model's configuration"),
+    "no folder": (lambda folder: shutil.rmtree(folder), "is not a directory; a model of the Hugging"),
     "quantised": (lambda folder: _spoil(folder, quantization_config={"bits": 4}), "holds a quantised model"),
     "code of its own": (
         lambda folder: _spoil(folder, model_type="mine", auto_map={"AutoModelForCausalLM": "code.Mine"}),

@@ -101,11 +101,13 @@ class SavedRun:
         return self.dump_dir if self.is_model else self.dump_dir / START
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that choose a checkpoint, for :meth:`CheckpointChoice.from_args`."""
-    parser.add_argument(
-        "run", metavar="DIR", help="the --dump-dir of a run, one of its checkpoints, or a Hugging Face model"
-    )
+def add_arguments(parser: argparse.ArgumentParser, *, models: bool = True) -> None:
+    """Declare the arguments that choose a checkpoint, for :meth:`CheckpointChoice.from_args`.
+
+    ``models`` says whether the command also takes a Hugging Face model.
+    """
+    kinds = ", one of its checkpoints, or a Hugging Face model" if models else ", or one of its checkpoints"
+    parser.add_argument("run", metavar="DIR", help=f"the --dump-dir of a run{kinds}")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step (default: the newest)")
     which.add_argument("--checkpoint", metavar="TAG", help="the checkpoint of this name")
