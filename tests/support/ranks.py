@@ -7,6 +7,7 @@ from a server process that has imported the modules they need and runs no other 
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import gc
 import importlib.util
 import inspect
@@ -29,9 +30,9 @@ from torch.distributed import TCPStore
 from .forks.server import fork_context
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=240)  # ranks that share two loaded cores are slow, not stuck
-# gloo's threads outlive process groups that a device mesh still knows. Each wakes 100 times a
-# second, also when it has nothing to do.
-MOST_THREADS = 40
+# gloo's threads live as long as anything knows their process group. Each wakes 100 times a second,
+# also when it has nothing to do. A job with three engines has 60 until its rank has left them.
+MOST_THREADS = 100
 START_SECONDS = 300.0  # the server imports torch first, perhaps on busy cores
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
 _VARIABLES: tuple[str, ...] = (
@@ -184,6 +185,7 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     gc.collect()
+    _CACHES.extend(_caches("torch.distributed."))
     gc.freeze()  # otherwise each collection after a job takes 0.1 s
     connection.send_bytes(b"ready")
     while True:
@@ -271,23 +273,47 @@ def _send_through_the_host() -> None:
         dist.send, dist.recv, DTensor.full_tensor = send_copy, receive_copy, gather_copy
 
 
+_Cache: Any = type(functools.cache(len))
+_CACHES: list[Any] = []  # those of torch
+
+
+def _caches(package: str) -> list[Any]:
+    """Return the caches of a package's functions."""
+    found = (one for one in gc.get_objects() if isinstance(one, _Cache))
+    return [one for one in found if one.__module__.startswith(package)]
+
+
 def _leave() -> None:
+    """Leave the process group, and let go of everything that keeps gloo's threads."""
     import torch.distributed as dist
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+    if "deepspeed" in sys.modules:
+        _leave_deepspeed()
     if dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()  # else DTensors on a mesh of the same ranks would get the names of old groups
+    clear_redistribute_planner_cache()
+    for cache in [*_CACHES, *_caches("deepspeed.")]:
+        cache.cache_clear()
+
+
+def _leave_deepspeed() -> None:
+    from deepspeed import DeepSpeedEngine
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, DeepSpeedZeRoOffload
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    # Hooks on autograd's nodes keep an engine, and Python cannot collect such cycles.
+    for engine in [one for one in gc.get_objects() if isinstance(one, DeepSpeedEngine)]:
+        engine.destroy()
+    FWD_MODULE_STACK.clear()
     # ZeRO 3 compares numbers across ranks that it takes from counters of the process. The ranks of
     # the pool ran different jobs before, so the counters are reset.
-    if "deepspeed" in sys.modules:
-        from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
-        from deepspeed.runtime.zero.partition_parameters import Init
+    defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
+    assert defaults is not None
+    defaults[0][0] = Init.param_id = 0
+    # ZeRO 3 also replaces torch's linear. The next job may use torch alone.
+    from sdp.engine.stores.deepspeed.private import restore_linear
 
-        defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
-        assert defaults is not None
-        defaults[0][0] = Init.param_id = 0
-        # ZeRO 3 also replaces torch's linear. The next job may use torch alone.
-        from sdp.engine.stores.deepspeed.private import restore_linear
-
-        restore_linear()
+    restore_linear()

@@ -97,7 +97,7 @@ def test_losses_stay_near_those_of_float32() -> None:
 
     def losses(state_dtype: str, seed: int) -> float:
         torch.manual_seed(seed)
-        model = nn.Sequential(nn.Linear(16, 300), nn.GELU(), nn.Linear(300, 300), nn.GELU(), nn.Linear(300, 1))
+        model = nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 1))
         teacher = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1)).requires_grad_(False)
         settings = {"lr": 1e-3, "betas": (0.9, 0.99), "state_dtype": state_dtype}
         optimizer, last = build_optimizer("AdamW", settings, model.parameters(), CPU)[0], []
