@@ -103,8 +103,8 @@ def _canonical_name(model: Any, conversions: list[Any]) -> Callable[[str], str |
         name, converted = rename_source_key(key, renamings, converters, prefix, kept)
         if converted is not None:
             raise ModelError(
-                f"training.init_from: {kind} joins {key!r} with other tensors of its files, which cannot be read "
-                "separately; load it with from_pretrained in a script, and give the model to sdp.initialize"
+                f"training.init_from: {key!r} cannot be read alone, because {kind} joins it with other tensors of the "
+                "files; load the model with from_pretrained in a script, and give it to sdp.initialize"
             )
         return None if name in computed or (name not in kept and ignored.search(key)) else name
 

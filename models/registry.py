@@ -130,7 +130,7 @@ def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict
     except ValueError as error:
         if not stated:
             return given
-        remedy = 'take model.name "huggingface" without other keys'
+        remedy = 'set model.name to "huggingface", and remove the other keys of model'
         raise ConfigError(f"training.init_from: {path}: {error}; {remedy}") from None
     for key, value in stated.items():
         if value is not None and key in found and value != found[key]:

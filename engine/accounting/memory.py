@@ -129,7 +129,7 @@ def predict_outer_bytes(sync: SyncSection, trained: Sequence[tuple[TensorInfo, i
 
     ``trained`` has the trained parameters of a rank, with the number of elements in the rank's
     shard. With ``single_holder`` "skip", a parameter with one holder has no outer optimizer state.
-    A slice has it even then, because checkpoints have the state of the whole parameter.
+    But a slice of neurons has this state, because a checkpoint has the whole parameter's state.
     """
     shared = sum(numel for info, numel in trained if len(info.holders) > 1)
     everything = sum(numel for _, numel in trained)
@@ -166,10 +166,10 @@ class PeakMemory:
 
     On CUDA, these are the bytes that torch allocated. On a CPU, they are anonymous resident bytes,
     including the heaps of the interpreter and the libraries. If the kernel does not allow a reset,
-    the peak is that of the whole process.
+    the peak is that since the start of the process.
 
-    On a CPU, start processes with the variables of ``allocator_settings()``. Otherwise glibc keeps
-    freed memory resident, so that it counts.
+    On a CPU, start processes with the variables of ``allocator_settings()``. Otherwise freed memory
+    counts, too, because glibc keeps it resident.
     """
 
     def __init__(self, device: torch.device):

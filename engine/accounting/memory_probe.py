@@ -1,6 +1,6 @@
 """Measures the peak bytes of live tensors in one training step.
 
-On a CPU, the resident memory of the process cannot show this, because it also counts freed memory.
+On a CPU, resident memory cannot show this peak, because it also counts freed memory.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def format_bytes(nbytes: float, unit: str = "", digits: int = 2) -> str:
 
 
 def unit_for(nbytes: float, *, binary: bool = False) -> tuple[int, str]:
-    """Return the largest unit that is not larger than ``nbytes``: its bytes, and its name."""
+    """Return the bytes and the name of the largest unit that is not larger than ``nbytes``."""
     step, names = (1024, BINARY_UNITS) if binary else (1000, DECIMAL_UNITS)
     power = 0
     while power + 1 < len(names) and nbytes >= step ** (power + 1):

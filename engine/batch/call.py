@@ -206,7 +206,7 @@ def checked_weights(weights: Iterable[Any]) -> list[float]:
     wrong = next((number for number in numbers if not 0 <= number < math.inf), None)
     if wrong is not None:
         raise ConfigError(
-            f"the weight {wrong:g} of a loss must be finite and not negative; give the number of its labels"
+            f"the weight {wrong:g} of a loss must be finite and not negative; give the number of labels in the batch"
         )
     return numbers
 
@@ -214,7 +214,8 @@ def checked_weights(weights: Iterable[Any]) -> list[float]:
 def to_device(batch: Any, device: torch.device, *, non_blocking: bool = True) -> Any:
     """Return a copy of a batch with every tensor on ``device``.
 
-    With ``non_blocking``, tensors in page-locked memory may still be read after the return.
+    With ``non_blocking``, the device may still copy page-locked tensors of ``batch`` after the
+    return, so do not change them at once.
     """
     return map_leaves(
         lambda leaf: leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf, batch
@@ -256,7 +257,8 @@ class LossWeights:
     def checked(self, weight: Any, device: torch.device) -> torch.Tensor:
         """Return the ``weight`` that a script gave to ``engine.backward`` as a float64 scalar.
 
-        Raises ConfigError if the weight is not one finite number, or is negative.
+        Raises ConfigError if the weight is not one finite number, or is negative. A tensor with one
+        element is not checked, because reading the value would wait for the device.
         """
         if isinstance(weight, torch.Tensor) and weight.numel() == 1:
             return weight.detach().to(device).double().reshape(())
@@ -268,7 +270,7 @@ class LossWeights:
         return torch.tensor(numbers[0], dtype=torch.float64, device=device)
 
     def begin_after(self, losses: Sequence[torch.Tensor], accumulation: int) -> None:
-        """Give weight 1 to earlier micro-batches of this step, which were given no weights.
+        """Add, with weight 1, the micro-batches of this step before the first that has a weight.
 
         Args:
             losses: the mean losses of the earlier micro-batches.

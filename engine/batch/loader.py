@@ -214,7 +214,8 @@ def evaluation_batches(
         limit: The largest number of batches per data rank. None means no limit.
         collate_fn: Makes a batch from a list of samples.
         drop_last: Whether samples are left out that do not fill a batch on all data ranks. If
-            False, and below the ``limit``, a rank's last batch may be smaller or missing.
+            False, all samples are read, unless ``limit`` ends the evaluation before. The last
+            batch of a rank may then be smaller or missing.
 
     Raises:
         DataError: The data set has less than one batch per data rank.
@@ -368,7 +369,7 @@ def make_loader(
         if isinstance(data.dataset, IterableDataset):
             if not data.drop_last:
                 raise ConfigError(
-                    f"{given} of an iterable data set, and its last batch may be short; pass drop_last=True to it"
+                    f"{given} of an iterable data set, whose last batch may be short; pass drop_last=True to DataLoader"
                 )
             return StreamLoader(data, micro_batch_size, data_rank, data_ranks, of_batches=True)
         if not isinstance(data.sampler, RandomSampler | SequentialSampler | DistributedSampler):

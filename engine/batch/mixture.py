@@ -1,9 +1,9 @@
 """Mixes several sources of samples by their weights. A resumed run may change the weights.
 
-The samples of a run are divided into blocks of 1,024. A block has so many samples of a source that
-the source's total (since the weights last changed) is closest to its share. Sources are in
-random order within a block. The order of samples within a source does not depend on the weights, so
-no sample is read twice in an epoch of its source.
+The samples of a run are divided into blocks of 1,024. Each block has so many samples of each source
+that all samples since the weights last changed are as nearly as possible in the proportions of the
+weights. Sources are in random order within a block. The order of samples within a source does not
+depend on the weights, so no sample is read twice in an epoch of its source.
 """
 
 from __future__ import annotations

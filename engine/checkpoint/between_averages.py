@@ -5,7 +5,8 @@ also has the weights and optimizer state of each group. A run with local steps a
 placement continues with the weights of each group. Any other run continues from the anchors, with
 the mean of the holders' optimizer state.
 
-This file also converts 8-bit moments if this run divides them into other blocks with one scale.
+This file also converts the optimizer's moments if only the checkpoint or only this run has 8-bit
+moments, or if their blocks of elements with one scale differ.
 """
 
 from __future__ import annotations

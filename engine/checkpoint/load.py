@@ -111,7 +111,7 @@ def load(
         files: The hash of each of the checkpoint's files by name, from its state.
         alone: Whether only this process loads the checkpoint.
         names: The names of all tensors of the full model. If given, a checkpoint with other weights
-            or with optimizer state that no rank loads is refused. If None, a part may be loaded.
+            or with optimizer state that no rank loads is refused. If None, tensors may be left out.
         have_read: The keys that this rank has loaded before.
 
     Raises:
@@ -147,7 +147,7 @@ def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str
         if not isinstance(entry, TensorStorageMetadata):
             return (
                 f"{path}: has no {key!r}; it was written for another model or optimizer, use the configuration "
-                "that wrote it"
+                "of the run that wrote it"
             )
         if tuple(entry.size) != tuple(tensor.shape):
             return (
@@ -158,8 +158,8 @@ def _obstacle(path: Path, reader: SafeReader, tensors: Mapping[str, Any]) -> str
         if torch.uint8 in (entry.properties.dtype, tensor.dtype) and entry.properties.dtype != tensor.dtype:
             return (
                 f"{path}: {key!r} is {entry.properties.dtype} in the checkpoint, and {tensor.dtype} in this run; "
-                "choose the "
-                "optimizer.params.state_dtype that wrote it"
+                "use the "
+                "optimizer.params.state_dtype of the run that wrote the checkpoint"
             )
     return None
 

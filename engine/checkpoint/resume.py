@@ -83,8 +83,8 @@ def resume(
     if not with_optimizer:
         if in_groups:
             raise CheckpointError(
-                f"{path}: a run with local steps (sdp.sync) wrote it or would load it, so weights cannot be loaded "
-                "without the optimizer's state; load weights and optimizer state"
+                f"{path}: the run that saved this checkpoint or the run that loads it makes local steps (sdp.sync), so "
+                "weights cannot be loaded without the optimizer's state; load both"
             )
         weights = {key: tensor for key, tensor in share.tensors(to_load=True).items() if key.startswith("model/")}
         load(path, weights, state["files"], alone=ranks.alone)
@@ -98,8 +98,9 @@ def resume(
     every = groups.store.layout.copies.refresh_every
     if state["global_steps"] % every and ranks.rank == 0:
         log.info(
-            "%s: sdp.copies.refresh_every: now copies have the weights of step %d; in a run without interruption, "
-            "they have the weights of step %d", path, state["global_steps"], state["global_steps"] // every * every
+            "%s: sdp.copies.refresh_every: after this load, copies have the weights of step %d; in a run without "
+            "interruption, they would have the weights of step %d",
+            path, state["global_steps"], state["global_steps"] // every * every,
         )  # fmt: skip
     set_random_state(random)
     if with_optimizer and scaler is not None:
@@ -164,7 +165,7 @@ def _load_tensors(
         ranks.agree(problem)
         if has_stepped and any(ranks.gather(share.has_other_blocks(saved))):
             if ranks.rank == 0:
-                log.info("%s: moments are converted, because optimizer.params.state_dtype or its blocks differ", path)
+                log.info("%s: moments are converted, because optimizer.params.state_dtype or the layout differs", path)
             moments = {key: tensors.pop(key) for key in list(tensors) if key.startswith("optimizer/")}
             with share.decoded(moments) as targets:
                 have_read = load_means(path, targets, files, alone=ranks.alone)

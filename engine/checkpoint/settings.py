@@ -58,8 +58,8 @@ def settings_to_save(config: Config, optimizer: Optimizer, names: Sequence[Seque
     Args:
         config: The configuration of the run.
         optimizer: The optimizer.
-        names: For each parameter group, the canonical names of its parameters. A group is saved
-            under the first name, because layouts number their groups differently.
+        names: For each parameter group, the canonical names of its parameters. The first name is
+            the key of the group's options, because the number of a group depends on the layout.
     """
     options = {}
     if config.optimizer is None:
@@ -90,7 +90,7 @@ def describe_changes(saved: Mapping[str, Any], present: Mapping[str, Any], names
 
 
 def log_changes(path: Path, changes: Sequence[str], step: int, *, configured_rates: bool) -> None:
-    """Log the ``changes`` of settings since the checkpoint ``path``, made at step ``step``."""
+    """Log the ``changes`` of settings since the checkpoint ``path``, saved after step ``step``."""
     if configured_rates:
         for change in changes:
             log.info("%s, from step %d on", change, step + 1)

@@ -16,8 +16,8 @@ layout can read the full model. Then there are also these keys:
 PIECE is the name of a parameter, or ``NAME@DIM:START`` for a slice that begins at START.
 
 A moment in codes of 8 bits (``optimizer.params.state_dtype``) is saved without decoding: the codes
-under KEY, and the scales under ``KEY:s``. Blocks with one scale are cut from rows. So a slice of
-columns has other blocks than the whole parameter, and is saved as a PIECE in every checkpoint.
+under KEY, and the scales under ``KEY:s``. A scale belongs to a block of elements of one row. A
+slice of columns begins its own blocks, so every checkpoint has the slice as a PIECE.
 """
 
 from __future__ import annotations
@@ -137,7 +137,11 @@ class SavedState:
             self._coded[saved] = _Coded(f"{start}/{piece.info.canonical}/{name}", name, piece, scales)
 
     def has_other_blocks(self, saved: Collection[str]) -> bool:
-        """Return whether moments saved under the keys ``saved`` must be decoded to fit this run."""
+        """Return whether a load must convert moments, because this run stores them differently.
+
+        This is so if only the checkpoint (with the keys ``saved``) or only this run has codes of
+        8 bits, or if their blocks with one scale differ.
+        """
         if not self._coded:
             return any(key.startswith("optimizer/") and key.endswith(SCALES) for key in saved)
         return any(key + SCALES not in saved for key in self._coded)

@@ -1,8 +1,9 @@
 """Which keys and values of DeepSpeed are accepted, ignored or refused.
 
-Performance hints may be ignored. A setting that changes the results may not be ignored, so only its
-neutral value is accepted. Keys and defaults are those of DeepSpeed 0.19 (docs/_pages/config-json.md
-in DeepSpeed's repository). Keys of earlier versions that public files still have are known, too.
+Performance hints may be ignored. A setting that changes the results may not be ignored, so only the
+value with which it does nothing is accepted. Keys and defaults are those of DeepSpeed 0.19
+(docs/_pages/config-json.md in DeepSpeed's repository). Keys of earlier versions that public files
+still have are known, too.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ HINT_SECTIONS: dict[str, str] = {
 # instead.
 _BELOW_ZERO = "DeepSpeed reads this key only inside zero_optimization; move it into zero_optimization"
 IGNORED_BY_DEEPSPEED: dict[str, str] = {
-    "offload_optimizer": f"{_BELOW_ZERO}. So far nothing is offloaded",
-    "offload_param": f"{_BELOW_ZERO}. So far nothing is offloaded",
+    "offload_optimizer": f"{_BELOW_ZERO}. Until then nothing is offloaded",
+    "offload_param": f"{_BELOW_ZERO}. Until then nothing is offloaded",
     **{path.split(".")[1]: _BELOW_ZERO for path in sorted(HINTS) if re.fullmatch(r"zero_optimization\.\w+", path)},
     "max_grad_norm": "DeepSpeed ignores it; gradient_clipping clips gradients",
     "min_lr": "DeepSpeed ignores it; the schedule has its rates in scheduler.params",
@@ -313,7 +314,7 @@ def drop_autos(raw: dict[str, Any], is_known: Callable[[str], bool]) -> tuple[di
 
     Args:
         raw: The content of the configuration file.
-        is_known: Whether the schema has a key with this path. Unknown keys are not removed.
+        is_known: Returns whether the schema has a key with a given path. Unknown keys stay.
 
     Returns:
         The content without these keys, and the paths of the removed keys.
@@ -345,7 +346,7 @@ def split_foreign_keys(raw: dict[str, Any], *, deepspeed: bool = False) -> tuple
         deepspeed: Whether the DeepSpeed engine runs, which acts on the removed keys.
 
     Returns:
-        ``raw`` without these keys, and the paths of the removed hints that have no effect.
+        ``raw`` without these keys, and the paths of the removed keys that have no effect.
 
     Raises:
         ConfigError: A setting would change the results, and the engine cannot honour it.
@@ -453,7 +454,7 @@ def _same(value: Any, neutral: Any) -> bool:
 def known_keys(parents: Sequence[str], root: type[BaseModel]) -> list[str]:
     """List the keys of a section, this project's and DeepSpeed's, to suggest one in an error.
 
-    ``parents`` are the keys that lead to the section from ``root``, the class of the whole file.
+    ``parents`` are the keys that lead to the section from ``root``, the schema of the whole file.
     """
     prefix = "".join(f"{parent}." for parent in parents)
     models: list[type[BaseModel]] = [root]

@@ -193,8 +193,8 @@ def _problems(config: Config) -> Problems:
         (deepspeed and sdp.branch_scale != "none",
             f'sdp.branch_scale: "{sdp.branch_scale}" {with_deepspeed} "none", or sdp.engine "fsdp2"'),
         (deepspeed and bool(schedule.ends),
-            'sdp.masking: a schedule is not available with sdp.engine "deepspeed", whose ZeRO knows one order of '
-            'modules; use sdp.engine "fsdp2"'),
+            'sdp.masking: a schedule is not available with sdp.engine "deepspeed", whose ZeRO needs the same '
+            'order of modules in every step; use sdp.engine "fsdp2"'),
         (bool(schedule.ends) and sdp.sync is not None,
             'sdp.masking: a schedule is not available in this version together with sdp.sync; use "forward" or '
             '"backward"'),

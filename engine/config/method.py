@@ -136,7 +136,7 @@ class CopiesSection(Section):
     def are_exact(self) -> bool:
         """Whether copies always equal the holders' weights in the precision of the computation.
 
-        They do not if they are quantised, or refreshed after several steps only.
+        Copies are not exact if they are quantised, or if ``refresh_every`` is above 1.
         """
         return self.dtype == "compute" and self.refresh_every == 1
 
@@ -174,8 +174,8 @@ class OuterSGDParams(Section):
     """Parameters of the outer SGD of local steps, with torch's names.
 
     Without the section ``params``, DiLoCo's values apply (arXiv 2311.08105): ``lr`` 0.7,
-    ``momentum`` 0.9 and ``nesterov`` true. A given section needs its own ``momentum``, because
-    missing keys have the defaults of this class.
+    ``momentum`` 0.9 and ``nesterov`` true. If ``params`` is given, a missing key has the default of
+    this class: there is no momentum unless ``params`` sets it.
     """
 
     lr: NonNegative = 0.7
@@ -313,8 +313,8 @@ def problems_with_paths(config: Any) -> Problems:
         (sdp.maskings != ("forward",),
             "sdp.masking: a group runs no unit of another path (sdp.paths), so there is nothing to copy; use "
             '"forward"'),
-        *((True, f"sdp.{key}: {json.dumps(value)} has no meaning with sdp.paths, whose count and own say which group "
-            "holds which unit; remove it") for key, value in given.items()),
+        *((True, f"sdp.{key}: {json.dumps(value)} has no meaning with sdp.paths, because sdp.paths.count and "
+            "sdp.paths.own say which group holds which unit; remove it") for key, value in given.items()),
         (sdp.groups % sdp.paths.count > 0,
             f"sdp.groups: {sdp.groups} is not a multiple of sdp.paths.count {sdp.paths.count}, and every path is "
             "trained by equally many groups; choose a multiple"),

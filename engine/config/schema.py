@@ -198,7 +198,7 @@ class NamedParams(Section):
 
 
 class Enabled(Section):
-    """A section that has only a switch."""
+    """A section whose only key is ``enabled``."""
 
     enabled: bool = False
 

@@ -39,7 +39,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """Return what this rank stores of a parameter: under ZeRO 3 a partition, otherwise all."""
+    """Return what this rank stores: under DeepSpeed's ZeRO 3 a partition, else ``parameter``."""
     return getattr(parameter, "ds_tensor", parameter)
 
 
@@ -86,9 +86,9 @@ Among = tuple[Scope, Kind, tuple[int, ...]]
 
 
 class Collective(NamedTuple):
-    """Collectives of one kind and purpose (``scope``) among the same ranks, added up.
+    """Sums up all collectives of one kind, with one purpose (``scope``), among the same ranks.
 
-    ``nbytes`` counts the bytes of whole (unsharded) buffers.
+    ``nbytes`` is the sum of the bytes of their whole (unsharded) buffers.
     """
 
     scope: Scope
@@ -106,8 +106,8 @@ class Traffic:
     """Counts the bytes that this rank sends in collectives.
 
     Attributes:
-        buffers: by purpose, kind and ranks, the bytes of whole (unsharded) buffers since the last
-            reset.
+        buffers: a counter from (purpose, kind, ranks) to the bytes of whole (unsharded) buffers in
+            such collectives since the last reset.
     """
 
     def __init__(self) -> None:
@@ -242,9 +242,9 @@ def autocast_precision(tensor: Tensor) -> torch.dtype | None:
 
 
 def gather_sequence(part: Tensor, ranks: TensorRanks) -> Tensor:
-    """Gather hidden states along the sequence: (B, S/T, …) → (B, S, …).
+    """Gather the hidden states of T ranks along the sequence: (B, S/T, …) → (B, S, …).
 
-    Under autocast, they are cast before they are sent, as the next linear layer would cast them.
+    Under autocast, a rank first casts hidden states as the next linear layer would, to send less.
     """
     precision = autocast_precision(part)
     if precision is not None:
@@ -253,7 +253,7 @@ def gather_sequence(part: Tensor, ranks: TensorRanks) -> Tensor:
 
 
 def scatter_sequence(whole: Tensor, ranks: TensorRanks) -> Tensor:
-    """Sum hidden states over ranks, and cut the sum along the sequence: (B, S, …) → (B, S/T, …).
+    """Sum hidden states over T ranks, and cut the sum along the sequence: (B, S, …) → (B, S/T, …).
 
     Raises ModelError if S is not divisible by T.
     """
@@ -266,7 +266,7 @@ def scatter_sequence(whole: Tensor, ranks: TensorRanks) -> Tensor:
 
 
 def gather_vocabulary(logits: Tensor, ranks: TensorRanks | None) -> Tensor:
-    """Gather logits along the vocabulary: (…, V/T) → (…, V).
+    """Gather the logits of T ranks along the vocabulary: (…, V/T) → (…, V).
 
     All ranks must compute the same loss from the result, because backward does not sum gradients
     over ranks. If ``ranks`` is None, the logits are whole already and are returned as they are.
@@ -275,7 +275,7 @@ def gather_vocabulary(logits: Tensor, ranks: TensorRanks | None) -> Tensor:
 
 
 def vocabulary_embedding(ids: Tensor, rows: Tensor, ranks: TensorRanks) -> Tensor:
-    """Look up embeddings in a table whose rows are cut among ranks.
+    """Look up embeddings in a table whose V rows are cut among T ranks.
 
     Args:
         ids: token ids (B, S), the same on all ranks.
@@ -294,7 +294,7 @@ def own_ids(ids: Tensor, part: int, ranks: TensorRanks) -> tuple[Tensor, Tensor]
 
     Args:
         ids: token ids of the whole vocabulary.
-        part: the number of ids in the part of each rank.
+        part: the number of token ids that each rank has.
 
     Returns:
         The positions, which are 0 for ids of other ranks, and a mask of the ids of this rank.

@@ -261,7 +261,10 @@ class CallWatch:
 
 
 def watch_calls(engine: Any) -> None:
-    """Wrap engine methods that wait for other ranks. ``engine.calls`` watches them, unless None."""
+    """Wrap the engine's methods that wait for other ranks, so that ``engine.calls`` watches them.
+
+    If ``engine.calls`` is None, the methods run unwatched.
+    """
     for limit, calls in _CALLS.items():
         for call in calls:
             setattr(engine, call, _watched(engine, call, getattr(engine, call), limit))

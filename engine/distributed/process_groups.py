@@ -87,11 +87,11 @@ class Communicators:
             all-reduce averages over the ranks of all holders.
         fsdp: the ranks that shard this group's state, or only this rank if FSDP2 wraps parameters
             that are not sharded.
-        holders: for each set of holders, the ranks that average gradients. A set is missing if
-            there is no other rank to average with.
-        refresh: the ranks of a broadcast of new weights to frozen copies, by source group and all
-            groups that take part. Each source has a process group of its own, because broadcasts
-            in one process group would run one after the other.
+        holders: a dict from a set of holders to the ranks that average gradients. A set is missing
+            if there is no other rank to average with.
+        refresh: a dict from (source group, all groups that take part) to the ranks of a broadcast
+            of new weights to frozen copies. Each source has a process group of its own, because
+            broadcasts in one process group would run one after the other.
         group: all ranks of this rank's SDP group, only with local steps. None for a single rank.
         replicas: the ranks that average gradients inside this SDP group, only with local steps at
             ZeRO stage 0. None for a single rank.

@@ -231,7 +231,7 @@ class Environment:
 
     @property
     def is_alone(self) -> bool:
-        """Whether another launcher than SDP's started this process alone.
+        """Whether a launcher other than SDP's started this process, and no other process with it.
 
         Such a process may start the ranks of a run itself, for example in a notebook under SLURM.
         """

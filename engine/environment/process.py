@@ -145,7 +145,7 @@ def announced(reason: Callable[[], str | None]) -> Iterator[None]:
 
 
 def compiler_locks() -> str | None:
-    """Return a line that names lock files of ``torch.utils.cpp_extension``, or None without any.
+    """Return a line that names lock files of ``torch.utils.cpp_extension``, or None if none exist.
 
     If a process is killed while it compiles, its lock file stays, and later processes wait forever.
     """

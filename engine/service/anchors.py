@@ -19,14 +19,14 @@ from ..sync.outer import fragments_of, make_outer_optimizer
 
 
 class Slice(NamedTuple):
-    """Describes a rectangular part of a parameter that a message has. It begins at ``offset``."""
+    """The place of a tensor in the parameter ``name``: a rectangle that begins at ``offset``."""
 
     name: str
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
     def indices(self, origin: Sequence[int] = ()) -> tuple[slice, ...]:
-        """Return the index of this part in a tensor of the parameter that begins at ``origin``."""
+        """Return the index of this slice in a tensor that has the parameter from ``origin`` on."""
         starts = [start - low for start, low in zip(self.offset, origin or [0] * len(self.offset), strict=True)]
         return tuple(slice(start, start + size) for start, size in zip(starts, self.shape, strict=True))
 
@@ -101,7 +101,7 @@ class Anchors:
             return weights, {name: tensor.clone() for name, tensor in self.momenta.items()}
 
     def check(self, slot: int, fragment: int, changes: Mapping[Slice, torch.Tensor]) -> None:
-        """Raise ServiceError unless ``changes`` have all that a group trains of ``fragment``."""
+        """Raise ServiceError unless ``changes`` are all that a group trains of ``fragment``."""
         held = (info for info in self.layout.held(slot) if info.trainable and self.fragments[info.name] == fragment)
         expected = {info.name: info.numel for info in held}
         found = Counter[str]()

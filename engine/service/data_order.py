@@ -14,10 +14,10 @@ _FREE_AFTER = 2  # if a group is so many blocks behind, its shares are assigned 
 
 
 def ranges(share: Sequence[int], width: int, start: int, count: int) -> Iterator[tuple[int, int]]:
-    """Find ``count`` of a group's samples in the run's data: yield (first position, length).
+    """Yield where ``count`` of a group's samples are in the data, as (first position, length).
 
-    ``share`` has the first position of each of the group's micro-batches, which have ``width``
-    samples. ``start`` is the index of the first sample, counted from the beginning of the share.
+    ``share`` has the position at which each micro-batch of the group begins. A micro-batch has
+    ``width`` samples. ``start`` is the number of samples of the share to leave out first.
     """
     while count:
         micro, offset = divmod(start, width)

@@ -93,7 +93,7 @@ class Server:
         if not self._signer.accepts(action, request.headers, time.time()):
             self._refused += 1
             if self._refused & (self._refused - 1) == 0:  # the first, second, fourth, …
-                log.warning("%d requests without the right token, now one of %s", self._refused, request.remote)
+                log.warning("refused %d requests without the right token, now from %s", self._refused, request.remote)
             return web.json_response({"error": "not signed with the token of this run"}, status=401)
         status: int = 200
         answer: Answer = b""

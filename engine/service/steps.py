@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Membership:
-    """A group's connection to the service of a run, of which each rank of the group has one.
+    """The connection of one rank of a group to the service of a run.
 
     Through this object, a group joins, gets its data, and delivers changes of its weights. All
     ranks of the group make the same calls. The service and all groups must have equal ``settings``.
@@ -82,9 +82,9 @@ class Membership:
         self._begin_anew()
 
     def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """Find ``count`` of the group's samples in the run's data: yield (first position, length).
+        """Yield where ``count`` of the group's samples are in the data: (first position, length).
 
-        ``start`` is the index of the first of these samples among all that the group reads.
+        ``start`` is the number of samples that the group reads before these.
         """
         start -= self._first
         while len(self._share) * self._width < start + count:
@@ -161,7 +161,7 @@ class Membership:
 
     @contextmanager
     def lent(self, store: GroupStore, path: int) -> Iterator[None]:
-        """A context in which weights are the service's for a ``path``. Collective in the group."""
+        """A context in which the group has the service's weights of a ``path``. Collective."""
         others, names = store.layout.parameters_at(path), store.layout.parameters
         lent = {name: info for name in store.stepped if (info := others[names[name].path]).name != name}
         store.reshard()
@@ -283,7 +283,7 @@ class ServedSteps:
         If the group was late, the service may have averaged more fragments (parts of the model).
         Then the averages of all these fragments replace the group's own weights.
         """
-        assert self._under_way is not None, "a delivery is started before it arrives"
+        assert self._under_way is not None, "start() must be called before arrive()"
         (fragment, before, sending), self._under_way = self._under_way, None
         started, first = self._context.clock(), self.service.closed + 1
         self.was_accepted = self.service.await_close(sending)

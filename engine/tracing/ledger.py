@@ -34,7 +34,7 @@ class Window:
 
     Attributes:
         at_peak: Bytes by kind when the sum of all kinds was largest.
-        most: The largest number of bytes of each of two kinds: activations and communication.
+        most: For activations and for communication, the largest number of bytes at any time.
         combined: Bytes of activations and communication when the sum of these two was largest.
     """
 
@@ -88,12 +88,12 @@ class Ledger(TorchDispatchMode):
         self.enter_window("")
 
     def enter_window(self, name: str) -> None:
-        """Count what follows in ``windows[name]``, a new window or one that was entered before."""
+        """Count what follows in ``windows[name]``. If no window has this name yet, make it."""
         self._window = self.windows.setdefault(name, Window())
         self._window.notice(self._live)
 
     def know(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
-        """Count these tensors as ``kind``, one of :data:`KINDS`. The default is "activations"."""
+        """Count ``tensors`` as ``kind``, one of :data:`KINDS`. Other tensors are "activations"."""
         for tensor in tensors:
             self._notice(tensor)
             entry = self._entries[id(tensor.untyped_storage())]

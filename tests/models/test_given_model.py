@@ -154,7 +154,7 @@ def test_the_vocabulary_may_be_padded_and_another_tokenizer_gets_advice(tmp_path
 @pytest.mark.usefixtures("one_rank")
 def test_experts_that_transformers_joins_are_refused_with_a_way_out(tmp_path: Path) -> None:
     folder = make(tmp_path / "model", EXPERTS)
-    with pytest.raises(ModelError, match=r"joins '.*experts.*; load it with from_pretrained in a script") as caught:
+    with pytest.raises(ModelError, match=r"'.*experts.* joins .*; load the model with from_pretrained") as caught:
         sdp.initialize(model=build_model(_section(folder), 96), config=_config(folder))
     assert "\n" not in str(caught.value)
     plain, batch = theirs(folder).train(), rows(2)  # the way out

@@ -238,7 +238,7 @@ def _resumed_between(case: Case, folder: str) -> list[str]:
 
 def test_a_resume_between_two_refreshes_says_that_it_differs(ranks: RankPool, tmp_path: Path) -> None:
     first, other = ranks.run(_resumed_between, Case(2, 1, copies=OLD, **BACKWARD), str(tmp_path), world=2)
-    assert any("sdp.copies.refresh_every: now copies have the weights of step 1" in line for line in first)
+    assert any("sdp.copies.refresh_every: after this load, copies have the weights of step 1" in line for line in first)
     assert not any("refresh_every" in line for line in other)
 
 

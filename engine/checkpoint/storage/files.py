@@ -141,7 +141,8 @@ def _check_format(path: Path, found: Any) -> None:
 def is_ours(path: Path) -> bool:
     """Return whether this engine wrote the directory ``path``, so that a save may remove it.
 
-    The proof is an undamaged ``state.json``, also of an incomplete checkpoint. Links do not count.
+    The proof is an undamaged ``state.json``, also of an incomplete checkpoint. A save never removes
+    a symbolic link, so the result for a link is False.
     """
     return _own_state(path) is not None
 

@@ -186,7 +186,7 @@ def test_of_a_map_style_data_loader_the_parts_are_used():
 @pytest.mark.parametrize(
     ("data", "options", "message"),
     [
-        (DataLoader(Counting(8), batch_size=2), {}, "pass drop_last=True to it"),
+        (DataLoader(Counting(8), batch_size=2), {}, "pass drop_last=True to DataLoader"),
         (DataLoader(Counting(8), batch_size=4, drop_last=True), {}, "micro-batch is 2"),
         (DataLoader(Rows(), batch_size=2, sampler=WeightedRandomSampler([1.0] * 12, 12)), {}, "WeightedRandomSampler"),
         (DataLoader(Rows(), batch_size=2), {"collate_fn": _plus_1000}, "leave collate_fn out"),

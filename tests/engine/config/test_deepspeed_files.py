@@ -159,7 +159,7 @@ def test_the_log_says_why_a_section_has_no_effect(engine: str, caplog: pytest.Lo
         "max_grad_norm": "WARNING",
         "data_efficiency": "INFO",
     }
-    assert "move it into zero_optimization. So far nothing is offloaded" in caplog.text
+    assert "move it into zero_optimization. Until then nothing is offloaded" in caplog.text
     assert "convert_to_random_ltd" in caplog.text
 
 

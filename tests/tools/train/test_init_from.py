@@ -87,7 +87,7 @@ BAD = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), [], "is not a model's configuration"),
     "another kind": (
         lambda folder: change_config(folder, model_type="gpt2"), ["--set", "model.name=llama"],
-        "model_type 'gpt2' is not a LLaMA; take model.name \"huggingface\"",
+        "model_type 'gpt2' is not a LLaMA; set model.name to \"huggingface\"",
     ),
     "a bias": (
         lambda folder: change_config(folder, attention_bias=True), ["--set", "model.name=llama"],
