@@ -187,7 +187,7 @@ class MixtureSampler(ResumableBatchSampler):
             saved = entries.get(source.key, {}).get("samples", source.samples)
             if saved != source.samples:
                 raise CheckpointError(
-                    f"data loader state: the checkpoint read {saved:,} samples of {quote(source.name)}, which now has "
+                    f"data loader state: the saved run read {saved:,} samples of {quote(source.name)}, which now has "
                     f"{source.samples:,} samples; use the same sequence length, or start a new run"
                 )
         return consumed

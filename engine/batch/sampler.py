@@ -106,7 +106,7 @@ class ResumableBatchSampler:
         """
         for key, problem in _OF_OTHER_DATA.items():
             if key in state:
-                raise CheckpointError(f"data loader state: the checkpoint read {problem}")
+                raise CheckpointError(f"data loader state: the saved run read {problem}")
         return self._checked_counts(state)
 
     def _checked_counts(self, state: Mapping[str, Any], *, same_samples: bool = True) -> int:
@@ -116,12 +116,12 @@ class ResumableBatchSampler:
                 raise CheckpointError(f"data loader state: {key!r} must be an integer ≥ 0, but is {quote(value)}")
         if same_samples and state["num_samples"] != self.num_samples:
             raise CheckpointError(
-                f"data loader state: the checkpoint read a data set of {state['num_samples']:,} samples, but this one "
+                f"data loader state: the saved run read a data set of {state['num_samples']:,} samples, but this one "
                 f"has {self.num_samples:,}; use the same data and sequence length, or start a new run"
             )
         if state["seed"] != self.seed:
             raise CheckpointError(
-                f"data loader state: the checkpoint shuffled with seed {state['seed']}, but this run has seed "
+                f"data loader state: the saved run shuffled with seed {state['seed']}, but this run has seed "
                 f"{self.seed}; set the seed to {state['seed']}, or start a new run"
             )
         return state["consumed"]
@@ -211,7 +211,7 @@ class PathSampler(ResumableBatchSampler):
     def checked_position(self, state: Mapping[str, Any]) -> int:
         if state.get("samples_of_paths") != self.samples_of_paths:
             raise CheckpointError(
-                f"data loader state: the paths of the checkpoint had {quote(state.get('samples_of_paths'))} samples, "
+                f"data loader state: the paths of the saved run had {quote(state.get('samples_of_paths'))} samples, "
                 f"but the paths of this run have {self.samples_of_paths}; use the same sdp.paths and clusters, or "
                 "start a new run"
             )

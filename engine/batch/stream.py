@@ -224,7 +224,7 @@ class StreamLoader:
         """Raise CheckpointError if ``state`` does not fit this data set and these data ranks."""
         if "stream" not in state:
             raise CheckpointError(
-                "data loader state: the checkpoint read a map-style data set, but this run has an iterable one; use "
+                "data loader state: the saved run read a map-style data set, but this run has an iterable one; use "
                 "the same data"
             )
         for key in _COUNTS:
@@ -233,7 +233,7 @@ class StreamLoader:
                 raise CheckpointError(f"data loader state: {key!r} must be an integer ≥ 0, but is {quote(value)}")
         if state["stream"] != self._unit:
             raise CheckpointError(
-                f"data loader state: the checkpoint counts {quote(state['stream'])}, but this run counts "
+                f"data loader state: the saved run counts {quote(state['stream'])}, but this run counts "
                 f"{self._unit}; use the same kind of training_data and the same micro-batch"
             )
         shares = self._data_ranks if self._has_own_share else None
@@ -280,6 +280,6 @@ class StreamLoader:
                 next(self._started())
             except StopIteration:
                 raise CheckpointError(
-                    f"data loader state: the checkpoint read {position} {self._unit} in a pass over the data set, "
+                    f"data loader state: the saved run read {position} {self._unit} in a pass over the data set, "
                     f"but {type(self.stream).__name__} has fewer; use the same data"
                 ) from None

@@ -118,7 +118,7 @@ def _refuse_what_does_not_fit(path: Path, state: Mapping[str, Any], scheduler: A
         loader.check_state(state["loader"])
     if scheduler is not None and of_another_kind(state["scheduler"], scheduler.state_dict()):
         raise CheckpointError(
-            f"{path}: has the state of another kind of learning-rate scheduler; use the kind that wrote the checkpoint"
+            f"{path}: has the state of another kind of learning-rate scheduler; use the kind of the saved run"
         )
 
 

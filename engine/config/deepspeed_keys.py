@@ -78,7 +78,7 @@ HINTS |= {
 HINT_SECTIONS: dict[str, str] = {
     "aio": "it tunes reads and writes of NVMe disks, which are not used here",
     "compile": "it acts only when the script calls engine.compile()",
-    "compression_training": "DeepSpeed's init_compression and its engine act on it; the engine does not run here",
+    "compression_training": "only DeepSpeed's init_compression and engine act on it, and that engine does not run here",
     "sparse_attention": "it is for models with SparseSelfAttention, a layer that DeepSpeed has removed",
     "hybrid_engine": "it only makes generation faster",
     "pipeline": "it acts on a PipelineModule, which does not exist here",
@@ -111,7 +111,7 @@ _ONE_GROUP = "it arranges the ranks of one data-parallel job; sdp.groups and zer
 _QUANTISED = "what ranks send is not quantised here"
 _CURRICULUM = "it changes the order or the length of the samples; order the data set itself"
 _COMPRESSION = "compression is out of scope, and DeepSpeed has removed it"
-_MISSPELT = "the key is called enabled; DeepSpeed refuses this one, and its earlier versions ignored it"
+_MISSPELT = "the key's name is enabled; DeepSpeed refuses enable, and earlier versions of DeepSpeed ignored it"
 _HOST_ONLY = "the host's memory is supported, disks are not"
 _OWN_FORMAT = "checkpoints have this project's format, which any layout can read"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

@@ -148,7 +148,7 @@ def _missing(found: Environment) -> str:
     return (
         f"rank {found.rank} of {found.world_size} ({launcher.rank} of {found.source}) waits at {found.master_addr}:"
         f"{found.master_port} for the other ranks; if none was started, because this is a notebook or a shell, "
-        f"unset {', '.join((launcher.rank, *launcher.traces))}; in each of several pods, start torchrun"
+        f"unset {', '.join((launcher.rank, *launcher.traces))}; if the run has several pods, start torchrun in each"
     )
 
 

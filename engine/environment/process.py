@@ -154,4 +154,4 @@ def compiler_locks() -> str | None:
     if not ages:
         return None
     locks = ", ".join(f"{lock} ({seconds / 60:.0f} minutes old)" for lock, seconds in ages.items())
-    return f"a C++ extension is compiled, or waits for its lock: {locks}; if no process compiles it, remove the lock"
+    return f"waiting until a C++ extension is compiled: {locks}; if no process compiles it, remove this lock file"

@@ -377,7 +377,7 @@ def test_paths_resume_on_another_number_of_replicas_and_ranks():
     first, state = paths_read(8, 4, 2)
     then, _ = paths_read(4, 4, 4, json.loads(json.dumps(state)))
     assert {path: first[path] + then[path] for path in whole} == whole
-    with pytest.raises(CheckpointError, match="the checkpoint read the data of paths, but this run has no paths"):
+    with pytest.raises(CheckpointError, match="the saved run read the data of paths, but this run has no paths"):
         sampler(30, 1, 0, 1).load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"use the same sdp\.paths and clusters"):
         PathSampler(PathSamples([np.arange(30)], 1), 1, 0, 1, seed=5).load_state_dict(state)

@@ -149,7 +149,7 @@ def test_the_state_of_a_loader_does_not_count_what_was_read_ahead(workers):
 def test_states_that_do_not_fit_are_refused():
     one, plain = sampler([1.0, 2.0]), ResumableBatchSampler(SAMPLES[0] + SAMPLES[1], 1, 0, 1, seed=5)
     state = one.state_at(10)
-    with pytest.raises(CheckpointError, match="the checkpoint read several sources, but this run reads one data set"):
+    with pytest.raises(CheckpointError, match="the saved run read several sources, but this run reads one data set"):
         plain.load_state_dict(state)
     with pytest.raises(CheckpointError, match=r"written with data\.path, but this run has data\.sources"):
         one.load_state_dict(plain.state_at(0))

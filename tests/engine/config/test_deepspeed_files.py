@@ -186,7 +186,7 @@ UNDER_DEEPSPEED: dict[str, Any] = {"zero_optimization": {"stage": 1}, "sdp": {"e
         ({"num-layers": 2}, "num-layers: this is a key of GPT-NeoX"),
         ({"curriculum_learning": {"enabled": "PLACEHOLDER"}},
             'curriculum_learning.enabled: input should be a valid boolean (found "PLACEHOLDER")'),
-        ({"bf16": {"enable": True}}, "bf16.enable: true cannot be honoured by this engine: the key is called enabled"),
+        ({"bf16": {"enable": True}}, "bf16.enable: true cannot be honoured by this engine: the key's name is enabled"),
         (
             {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True,
                 "curriculum_learning": {"enabled": True}}}, **UNDER_DEEPSPEED},

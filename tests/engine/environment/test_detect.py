@@ -279,4 +279,4 @@ def test_a_rank_without_peers_says_what_it_waits_for(tmp_path: Path) -> None:
     waiting.kill()
     line = waiting.printed()
     assert line.startswith("rank 0 of 2 (RANK of torchrun) waits at 127.0.0.1:")
-    assert "unset RANK, WORLD_SIZE, LOCAL_RANK; in each of several pods, start torchrun" in line
+    assert "unset RANK, WORLD_SIZE, LOCAL_RANK; if the run has several pods, start torchrun in each" in line

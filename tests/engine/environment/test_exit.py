@@ -91,4 +91,4 @@ def test_a_lock_that_was_left_behind_is_named(
         with process.announced(process.compiler_locks):
             time.sleep(0.5)
     (record,) = caplog.records
-    assert f"{lock} (10 minutes old); if no process compiles it, remove the lock" in record.getMessage()
+    assert f"{lock} (10 minutes old); if no process compiles it, remove this lock" in record.getMessage()
