@@ -73,7 +73,7 @@ class Router:
         """Return the log-likelihood, in nats, of each prefix under each cluster's model.
 
         Args:
-            tokens: (prefixes, length) token ids. The first :attr:`prefix` of each row are read.
+            tokens: (prefixes, length) token ids. Only the first :attr:`prefix` of a row are read.
 
         Returns:
             (prefixes, clusters) float64.
@@ -84,7 +84,10 @@ class Router:
         return np.stack(columns, 1).astype(np.float64)
 
     def scores(self, tokens: np.ndarray) -> np.ndarray:
-        """Return log-likelihoods plus biases. With fewer than ``prefix`` tokens, biases shrink."""
+        """Return log-likelihood plus bias of each prefix in each cluster, (prefixes, clusters).
+
+        For prefixes shorter than :attr:`prefix`, biases shrink in proportion.
+        """
         share = (min(tokens.shape[1], self.prefix) - 1) / (self.prefix - 1)
         return self.log_likelihoods(tokens) + share * self.biases
 
@@ -120,7 +123,7 @@ def load_router(folder: str | Path) -> Router:
 
 
 def router_hash(folder: Path) -> str:
-    """Return the sha256 of a router's weights. Equal routers give every sequence the same path."""
+    """Return the sha256 of a router's weights. Routers with equal hashes choose equal paths."""
     return sha256_of(folder / WEIGHTS_FILE)
 
 

@@ -49,10 +49,12 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 class ImageIndex(BaseModel):
     """Properties of an image set. For a prepared set, they are the content of ``images.json``.
 
-    ``counts`` has the number of images by split. ``mean`` and ``std`` have a value for each
-    channel, for pixels between 0 and 1. They are computed from the training split; a folder of
-    images has ImageNet's. ``sha256`` is the hash of all arrays; for a folder, of the files' names.
-    ``mirrors`` says whether a mirrored image still belongs to its class.
+    Attributes:
+        counts: The number of images in each split.
+        mean, std: For each channel, the mean and the standard deviation of the training pixels, on
+            a scale from 0 to 1. A folder of images has the values of ImageNet.
+        sha256: The hash of all arrays. For a folder of images, the hash of the files' names.
+        mirrors: Whether a mirrored image still belongs to its class.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
@@ -75,7 +77,7 @@ class ImageIndex(BaseModel):
 
     @property
     def crop(self) -> int:
-        """By how many pixels a batch shifts an image at most.
+        """The largest random shift of a training image, in pixels.
 
         It is 0 for a folder, because images of a folder are cropped when they are read.
         """
@@ -201,7 +203,7 @@ class ArrayFile:
         try:
             with path.open("rb") as file:
                 if (version := np.lib.format.read_magic(file)) != (1, 0):
-                    raise ValueError(f"version {version}")
+                    raise ValueError(f"its .npy format has version {version}, not (1, 0)")
                 shape, is_fortran, found = np.lib.format.read_array_header_1_0(file)
                 self._start = file.tell()
             self._file = PositionedFile(path)

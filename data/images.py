@@ -32,9 +32,9 @@ Sample = tuple[torch.Tensor, int, int]  # uint8 image (C, S, S), label, position
 class ImageArrays(Dataset[Sample]):
     """A map-style data set: one split of a prepared image set.
 
-    A sample is (image, label, position), with a uint8 image (C, S, S). A position beyond the length
-    means a sample of a later epoch. Raises DataError if a file does not match the index. A file
-    that is cut off later is found when it is read.
+    A sample is (image, label, position), with a uint8 image (C, S, S). With N samples,
+    position p is sample p mod N in epoch p // N. Raises DataError if a file does not match the
+    index. If a file is cut off later, reading a lost sample raises DataError.
     """
 
     reads_positions = True
@@ -64,8 +64,8 @@ class ImageFolder(Dataset[Sample]):
     """A map-style data set: a folder with a directory of images for each class.
 
     A sample is (image, label, position). The image is a square of ``image_size`` pixels per side,
-    RGB in uint8, decoded when it is read. With a ``seed``, it is a random part of the picture,
-    another one in every epoch. Without a seed, it is the middle of the picture.
+    RGB in uint8, decoded when it is read. With a ``seed``, the square is a random crop of the
+    picture, and every epoch has another crop. Without a seed, it is the middle of the picture.
 
     ``root`` has ``train/CLASS/…`` and ``val/CLASS/…`` (or ``test``, ``held_out``), or only
     ``CLASS/…``. In the second case a tenth is held out, chosen by the files' names.
@@ -133,7 +133,9 @@ def _files_of(root: Path, split: str) -> tuple[list[str], list[tuple[str, int]]]
         {path.name for path in base.iterdir() if path.is_dir() and not path.name.startswith(".")} - set(classes)
     )
     if strangers:
-        raise DataError(f"{base}: the class {quote(strangers[0])} is not in {classes_in}")
+        raise DataError(
+            f"{base}: the class {quote(strangers[0])} is not in {classes_in}; add it there, or remove it here"
+        )
     files = []
     for label, name in enumerate(classes):
         paths = (
@@ -177,7 +179,7 @@ def _some_part(width: int, height: int, random: np.random.Generator) -> tuple[fl
 
 
 def check_packages(name: str | None = None) -> None:
-    """Raise ConfigError if kornia is missing, or Pillow, which only "folder" needs."""
+    """Raise ConfigError if the package kornia is missing, or for the image set "folder" Pillow."""
     for package, module in (("kornia", "kornia"), *([("Pillow", "PIL")] if name == "folder" else [])):
         if find_spec(module) is None:
             raise ConfigError(

@@ -38,9 +38,10 @@ class Shard(_Strict):
 
 
 class Split(_Strict):
-    """One split of a corpus, "train" or "held_out": its shards in order, and their sums.
+    """One split of a corpus, "train" or "held_out", with its shards in order.
 
-    ``tokens`` includes the end-of-text token that follows every document.
+    ``tokens`` and ``documents`` are sums over the shards. ``tokens`` includes the end-of-text token
+    that follows every document.
     """
 
     shards: list[Shard]

@@ -120,7 +120,7 @@ def find_index(directory: Path, settings: Mapping[str, Any], *, overwrite: bool)
 
 
 def other_data(directory: Path, changed: list[str]) -> DataError:
-    """Return the error for a directory whose data has other values of the settings ``changed``."""
+    """Return the error that ``directory`` has data with other settings. ``changed`` names these."""
     return DataError(
         f"{directory} has data that was made in another way ({', '.join(changed)} changed); choose another output, "
         "or add --overwrite"

@@ -133,7 +133,7 @@ def prepare(
     of_tokens = first is not None and first.tokens is not None
     if of_tokens and tokenizer == "sentencepiece":
         raise DataError(
-            "the documents are input_ids; name the tokenizer that made them, for example --tokenizer hf:DIR"
+            "the documents are token ids (input_ids); name the tokenizer that made them, for example --tokenizer hf:DIR"
         )
     existing = find_index(directory, vars(settings), overwrite=overwrite)
     if existing is None:
@@ -314,7 +314,7 @@ class ShardWriter:
                     self._close_shard()
 
     def finish(self) -> Split:
-        """Close the last file, and describe all files, which must have at least one document."""
+        """Close the last file, and return the split, which must have at least one document."""
         with writing(self._directory):
             self._close_shard()
         documents = sum(shard.documents for shard in self._shards)

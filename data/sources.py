@@ -1,7 +1,7 @@
 """Reads documents from text, JSON lines (plain, .gz, .zst), .csv, .parquet and .arrow files.
 
-Errors name the file and the line or row. While a document is read, at most about two copies of the
-document are in memory (.parquet: three copies of a page), and one copy afterwards (.parquet: two).
+Errors name the file and the line or row. Memory holds about two copies of a document at most, and
+one copy after it is read. For .parquet, it holds three copies of a page, and then two.
 """
 
 from __future__ import annotations

@@ -141,9 +141,9 @@ class SentencePieceTokenizer:
 class HuggingFaceTokenizer:
     """A tokenizer of ``transformers``, from a local directory or from the hub (``location``).
 
-    ``name`` is for messages and the index. ``separator`` is the token that ends a document, instead
-    of the end-of-sequence token. It is saved with the tokenizer. Raises DataError if the tokenizer
-    cannot be loaded, or has no token that ends a document.
+    ``name`` is for messages and the index. ``separator`` is the token that ends a document. If
+    given, it replaces the end-of-sequence token, also in the saved tokenizer. Raises DataError if
+    the tokenizer cannot be loaded, or has no token that ends a document.
     """
 
     def __init__(self, location: str, name: str | None = None, separator: str | None = None) -> None:
@@ -180,7 +180,7 @@ class HuggingFaceTokenizer:
         return self.end_of_text if begin is None else begin
 
     def encode_prompt(self, text: str) -> list[int]:
-        """Return the token ids of a prompt. The spelling of a special token becomes that token.
+        """Return the token ids of a prompt. If it spells out a special token, that token is used.
 
         Special tokens such as BOS are added, unless ``text`` already begins with the first of them.
         """
@@ -225,7 +225,7 @@ def load_fast(directory: Path) -> Any:
 
 
 def encode_fast(backend: Any, texts: Sequence[str]) -> list[np.ndarray]:
-    """Encode texts with ``backend`` (of ``tokenizers``) as ids (uint32), without added tokens."""
+    """Return each text's ids (uint32) by the fast tokenizer ``backend``, without added tokens."""
     # The tokenizer's files may ask for these. A document is neither cut nor padded.
     backend.no_truncation()
     backend.no_padding()

@@ -91,7 +91,7 @@ class Degrees:
         self.check(count, source)
         if 0 < devices < count:
             raise LaunchError(
-                f"{count} processes ({source}) need {count} devices, {devices} visible; use fewer, or "
+                f"{count} processes ({source}) need {count} devices, but {devices} are visible; use fewer, or "
                 "CUDA_VISIBLE_DEVICES= for the CPU"
             )
         return count

@@ -59,7 +59,7 @@ class FatalError:
 
     @property
     def is_known(self) -> bool:
-        """Whether the text gives the cause in one line, and the cause is not a lost rank."""
+        """Whether the text is an error message of this package, and not a report of a lost rank."""
         return self.text.startswith(PREFIX) and not self.follows
 
     @property
@@ -84,7 +84,7 @@ def show(text: str) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line that begins with ``sdp:`` on stderr, if the terminal still exists."""
+    """Print ``text`` on stderr with ``sdp:`` before it, if the terminal still exists."""
     show(f"sdp: {text}")
 
 
@@ -128,7 +128,7 @@ def report_fatal(
     Args:
         text: the text for the user.
         exit_code: the exit code with which this process will end.
-        supervision: what this package's launcher told this process, or None under another launcher.
+        supervision: what this package's launcher gave this process, or None under another launcher.
         stalled: whether this rank made no progress.
         follows: whether this rank ends because another rank is gone.
     """

@@ -170,8 +170,8 @@ def search_path() -> dict[str, str]:
     one.
 
     An installed package, editable or not, needs no variables. Otherwise PYTHONPATH gets the folder
-    above the package. That must not be site-packages, because PYTHONPATH comes before the standard
-    library.
+    above the package. This folder must not be site-packages, because PYTHONPATH comes before the
+    standard library.
     """
     package = Path(__file__).absolute().parent.parent
     installed = [*site.getsitepackages(), site.getusersitepackages()]

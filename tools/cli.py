@@ -168,7 +168,7 @@ def _discard_output() -> None:
 def _parse(argv: list[str], above: Supervision | None) -> argparse.Namespace:
     refuse_removed_words(argv)
     parser = Parser(
-        prog="sdp", description="Subnetwork Data Parallelism: pre-train with a part of the network per device group."
+        prog="sdp", description="Subnetwork Data Parallelism: every group of devices trains a part of the network."
     )
     parser.add_argument("--version", action="store_true", help="print the versions of this package, Python and torch")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

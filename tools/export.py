@@ -128,8 +128,8 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
     If the run has several paths (``sdp.paths``), the model of path number ``path`` is written. The
     earlier content of ``out`` is replaced at the end.
 
-    If the run started from a model of transformers, the tensors have the names that they had in
-    that model, and also the types unless ``dtype`` is given. Other files of that model are copied.
+    If the run started from a model of transformers, the tensors get the names of that model. They
+    also get its types, unless ``dtype`` is given. Other files of that model are copied.
     Raises ConfigError and CheckpointError.
     """
     out = out.resolve()

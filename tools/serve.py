@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-key", metavar="FILE", type=Path, help="file with the certificate's private key")
     parser.add_argument(
         "--expect", metavar="N", type=positive_int,
-        help="begin when N groups have joined (default: all, or when no other joins for grace_seconds)",
+        help="begin when N groups have joined (default: all, or when no further group joins for grace_seconds)",
     )  # fmt: skip
 
 

@@ -120,7 +120,7 @@ def stop_command(hosts: Sequence[Host], master: tuple[str, int], number: int) ->
 
     The command reaches all hosts at the same time. It replaces the runner's own reaction to Ctrl-C,
     a ``pkill`` that ends all DeepSpeed runs of the user on these hosts before they can write a
-    checkpoint. ``master``, the address and the port of rank 0, tells this run from other runs.
+    checkpoint. ``master``, the address and the port of rank 0, identifies the run.
     """
     address = f"{master[0]}:{master[1]}".replace(".", r"\.")
     # Ranks are children of DeepSpeed's process on a host. The command of this process has rank 0's
@@ -136,7 +136,7 @@ def mpirun_command(
     """Build the command of ``mpirun`` of Open MPI, MPICH or Intel MPI.
 
     Ranks communicate through torch, so the command chooses no MPI transports. Ranks fill the hosts
-    in order. MPI may not bind ranks to cores, because it does not know which GPU a rank has.
+    in order. Ranks are not bound to cores, because MPI does not know which GPU a rank has.
 
     Args:
         start: the program for every rank.
@@ -180,7 +180,7 @@ def flavour_of(program: str) -> Flavour:
         if mark in said:
             return flavour
     raise LaunchError(
-        f"{program} --version names neither Open MPI nor MPICH nor Intel MPI; name it: --mpi openmpi | mpich | intel"
+        f"{program} --version names neither Open MPI nor MPICH nor Intel MPI; give --mpi openmpi, mpich or intel"
     )
 
 

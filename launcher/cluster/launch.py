@@ -136,7 +136,7 @@ def _run_on_hosts(options: Namespace, start: Start, hosts: Sequence[Host], dump_
         nonlocal left
         answering = hosts_that_answer(hosts)
         if gone := [host.name for host in hosts if host not in answering]:
-            say(f"without {', '.join(gone)}, which {'does' if len(gone) == 1 else 'do'} not answer")
+            say(f"the run goes on without {', '.join(gone)}, which {'does' if len(gone) == 1 else 'do'} not answer")
         if options.master_addr is not None and hosts[0] not in answering:
             raise LaunchError(
                 f"--master-addr {options.master_addr}: this is the address of {hosts[0].name}, which does not answer; "
@@ -183,8 +183,8 @@ def _slurm(start: Start, options: Namespace, dump_dir: Path, degrees: Degrees) -
         return 0
     require("sbatch", "--launcher slurm")
     print(
-        f"job {slurm.submit(text, dump_dir.absolute())}; its script and logs are in {folder}; sdp launch --launcher "
-        "slurm --status DIR"
+        f"job {slurm.submit(text, dump_dir.absolute())}; its script and logs are in {folder}; its state: sdp "
+        "launch --launcher slurm --status DIR"
     )
     return 0
 

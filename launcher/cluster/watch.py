@@ -68,7 +68,7 @@ def pass_on_by_mpirun(process: subprocess.Popen[bytes], number: int, at_once: bo
 
 
 def pass_on_by(stop: Callable[[int], Sequence[str]], environ: Mapping[str, str]) -> PassOn:
-    """Return a function that signals ranks with the command ``stop(number)``."""
+    """Return a function that sends ranks a signal ``number`` with the command ``stop(number)``."""
     quiet = subprocess.DEVNULL
     return lambda _, number, at_once: subprocess.Popen(
         stop(signal.SIGKILL if at_once else number), env=environ, stdin=quiet, stdout=quiet, process_group=0

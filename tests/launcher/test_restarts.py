@@ -165,7 +165,7 @@ def test_process_count(groups: int, fsdp: int | None, tp: int, nproc: int | None
         (degrees_of(2, 3, 1), 8, 0, r"8 processes \(--nproc\) are not groups 2 .* \* tp 1 .* \* fsdp 3 \(--fsdp\) = 6"),
         (degrees_of(3, None, 2), 8, 0, r"8 processes \(--nproc\) are not a multiple of groups 3 .* \* tp 2 .* = 6"),
         (degrees_of(4), None, 2, r"2 processes \(visible devices\) are not a multiple of groups 4"),
-        (degrees_of(4), 4, 2, r"4 processes \(--nproc\) need 4 devices, 2 visible"),
+        (degrees_of(4), 4, 2, r"4 processes \(--nproc\) need 4 devices, but 2 are visible"),
     ],
 )  # fmt: skip
 def test_counts_that_do_not_fit(degrees: Degrees, nproc: int | None, devices: int, message: str) -> None:

@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.alone and args.methods is not None:
         raise ConfigError(
-            "--methods: --alone always measures the dense model, and SDP with CONFIG; leave --methods out"
+            "--methods: --alone always measures the dense model, and SDP as in CONFIG; leave --methods out"
         )
     environment = detect()
     is_first = environment is None or environment.rank == 0

@@ -40,7 +40,7 @@ def make_folder(folder: Path) -> None:
 
 
 def settings_of(args: argparse.Namespace, config: Config, world: int, device: torch.device) -> dict[str, Any]:
-    """Return the settings in the report: of the configuration, batch, device and versions."""
+    """Return the settings that the report lists: configuration, batch, device and versions."""
     return {
         "config": str(args.config),
         "model": config.model,

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=DEVICES,
         help="plan with the operators of this kind of device (default: cuda if torch finds a GPU, else cpu)",
     )
-    memory = "memory of a device, such as 80GB or 80GiB: say whether the run fits (exit code 2 if not)"
+    memory = "memory of a device, such as 80GB or 80GiB, to check whether the run fits (exit code 2 if not)"
     add_quantity("--device-memory", "B", "BYTES", None, memory)
     flops = f"peak rate of a device (default: {PEAK_FLOPS}, an H100 in bfloat16)"
     add_quantity("--peak-flops", "FLOP/s", "RATE", PEAK_FLOPS, flops)
@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare plans of DDP, FSDP, HSDP, ZeRO-2, a smaller dense model, DiLoCo and SDP",
     )
-    parser.add_argument("--html", metavar="FILE", help="also write a page with a map of the units and bars of memory")
+    parser.add_argument("--html", metavar="FILE", help="also write an HTML page: a map of units, bars of memory")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
 
 

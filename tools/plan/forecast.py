@@ -146,10 +146,10 @@ class Forecast:
 
     @property
     def service(self) -> dict[str, float] | None:
-        """The traffic of the host of ``sdp serve`` in a round with all groups, if there is one.
+        """The traffic of the service's host in a round with all groups. None without a service.
 
-        "receives" and "sends" are bytes, and "seconds" is the time to send all of them. "groups"
-        is the smallest number of groups with which this time exceeds the computation of a round.
+        "receives" and "sends" are bytes, and "seconds" is the time to transfer both. "groups" is
+        the smallest number of groups with which this time exceeds the computation of a round.
         """
         sync, groups = self.config.sdp.sync, self.layout.mesh.sdp
         if sync is None or sync.service is None:

@@ -16,8 +16,8 @@ from .forecast import Forecast
 from .machine import LINKS, PEAK_FLOPS, Machine
 
 _DEVICES = {
-    "cpu": "a CPU's operators (--device cuda: of a GPU's)",
-    "cuda": "a GPU's operators (--device cpu: of a CPU's)",
+    "cpu": "the operators of a CPU (for a GPU, give --device cuda)",
+    "cuda": "the operators of a GPU (for a CPU, give --device cpu)",
 }
 
 
@@ -166,7 +166,8 @@ def _about(plan: Forecast) -> list[str]:
             )
         if sync.overlap:
             notes.append(
-                "The peak includes what an overlapping average keeps: a fragment's weights at its start, and changes."
+                "The peak includes what an average keeps while it overlaps with steps: for the largest fragment, the "
+                "weights at the average's start, and their changes."
             )
     if (service := plan.service) is not None:
         notes.append(

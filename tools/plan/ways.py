@@ -140,8 +140,8 @@ def compare(config: Config, machine: Machine, world: int) -> tuple[list[Forecast
         ways |= {"DiLoCo": dense_config(config, config.sdp.groups, stage, sync), **_sdp_ways(config, sync)}
         notes.append(
             "DiLoCo, the smaller dense model (with at most the parameters of a group under forward masking) and SDP "
-            f"have sdp.groups {config.sdp.groups} and zero_optimization.stage {stage}. Local steps average every "
-            f"{sync.every} steps."
+            f"have sdp.groups {config.sdp.groups} and zero_optimization.stage {stage}. With local steps, weights are "
+            f"averaged every {sync.every} steps."
         )
     traces = 1 if sum(parameter.numel() for parameter in model.parameters()) >= LARGE else MOST_TRACES
     plans = []

@@ -431,7 +431,7 @@ def _read_lines(path: Path) -> list[dict[str, Any]]:
                 try:
                     objects.append(_parse_line(line))
                 except ValueError as error:
-                    damage = DataError(f"{path}:{number}: not a line of a run ({error}); remove it")
+                    damage = DataError(f"{path}:{number}: not a line of a run ({error}); remove this line")
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
     return objects

@@ -20,8 +20,8 @@ STEPS = 3
 def check_run(config: Config, dump_dir: Path, beat: Heartbeat) -> int:
     """Compare steps of the engine with plain torch, and return 1 if weights differ. Collective.
 
-    First every group holds the whole model. Then the run is as configured, and at a capacity below
-    1, only holders are compared.
+    In the first comparison, every group holds the whole model. In the second, groups hold what the
+    configuration says. At a capacity below 1, the second compares only holders with each other.
     """
     beat.at(0, "check", config.training.start_timeout)
     corpus, says = open_corpus(config, dump_dir), not dist.is_initialized() or dist.get_rank() == 0

@@ -88,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do not train, but compare some steps with plain torch, and holders with each other",
     )
     parser.add_argument(
-        "--service", metavar="HOST:PORT", help="train as one group of the run of the service (sdp serve) at HOST:PORT"
+        "--service", metavar="HOST:PORT", help="train as one group of a run whose service (sdp serve) is at HOST:PORT"
     )
     parser.add_argument(
         "--token-file", metavar="FILE", type=Path, help="file with the service's secret (or set SDP_SERVICE_TOKEN)"

@@ -57,7 +57,7 @@ def _out_of_memory(config: Config, rank_and_device: str, engine: SDPEngine | Non
         planned = engine.predicted_state_bytes()
         frozen = f"frozen copies {_size(planned.frozen)}, " if planned.frozen else ""
         state = (
-            f" Of this rank's memory parameters take {_size(planned.parameters)}, {frozen}gradients "
+            f" Of this rank's memory, parameters take {_size(planned.parameters)}, {frozen}gradients "
             f"{_size(planned.gradients)} and the optimizer {_size(planned.optimizer)}; the rest are activations and "
             "buffers."
         )

@@ -37,7 +37,7 @@ class Observer:
     """
 
     def on_start(self, start: int, steps: int) -> None:
-        """Override this to act before training, from ``start`` steps to ``steps`` steps."""
+        """Override this to act before training, when ``start`` of ``steps`` steps are done."""
 
     def around_step(self, step: int) -> AbstractContextManager[Any]:
         """Override this to return a context around forward, backward and update of ``step``."""
@@ -50,7 +50,7 @@ class Observer:
         """Override this to act after an evaluation, with its ``line`` of evaluations.jsonl."""
 
     def on_rollback(self, step: int) -> None:
-        """Override this to act after a return to the checkpoint of ``step``, before it goes on."""
+        """Override this to act after the run returned to the checkpoint of ``step``."""
 
     def on_end(self) -> None:
         """Override this to act after the last step, or after a signal has stopped the loop."""
@@ -63,7 +63,7 @@ PROBED_STEP = 2  # the first step allocates optimizer state; the steps after it 
 
 
 class MemoryProbe(Observer):
-    """Measures the peak of live tensors in one step. ``peak`` has its bytes after this step.
+    """Measures the peak of live tensors in one step, and then has the bytes in ``peak``.
 
     The probe measures the second step, because the first step also allocates optimizer state. With
     a masking schedule, it measures a later step with backward masking, which needs more memory.

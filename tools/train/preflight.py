@@ -77,7 +77,7 @@ def _check_sequence(config: Config, model: nn.Module) -> None:
         )
     if config.data.document_mask and "documents" not in inspect.signature(model.forward).parameters:
         raise ConfigError(
-            f"data.document_mask: the model {config.model.get('name')!r} cannot keep documents apart; set it to "
+            f"data.document_mask: the model {config.model.get('name')!r} cannot keep documents apart; set the key to "
             'false, or use the model "llama"'
         )
     tp = config.tensor_parallel.autotp_size

@@ -57,7 +57,7 @@ class LogFile(logging.FileHandler):
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formats messages with control characters escaped, which could change the terminal."""
+    """Formats messages, and escapes control characters, because these could change the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return escape(super().format(record))

@@ -100,9 +100,9 @@ def build(config: Config, dump_dir: Path, beat: Heartbeat, service: Membership |
 
 
 def with_loss_weighting(config: Config, corpus: Corpus) -> Config:
-    """Return ``config`` with ``training.loss_weighting`` "tokens" if the data need it.
+    """Return ``config`` with ``training.loss_weighting`` "tokens" if some labels do not count.
 
-    Samples with different numbers of labels need it. A weighting in ``config`` stays.
+    Then samples have different numbers of labels. A weighting in ``config`` stays.
     """
     if config.training.loss_weighting is not None or not corpus.masks_labels:
         return config

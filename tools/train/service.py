@@ -62,7 +62,7 @@ def certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext |
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the settings that must be the same in the service and in all groups, for JSON."""
+    """Return the settings that must be equal in the service and in all groups, as JSON values."""
     whole = config.resolved()
     kept = ("sdp", "model", "optimizer", "scheduler", "gradient_clipping", "train_batch_size")
     settings = {key: whole[key] for key in kept}

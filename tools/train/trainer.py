@@ -211,7 +211,7 @@ class Trainer:
         tokens = engine.global_samples * self._config.data.tokens_per_sample  # of all batch sizes of the run
         line = {"step": engine.global_steps, "tokens": tokens, **found}
         if service is not None and not service.report(line):
-            log.warning("the service dropped this group in the evaluation of step %d, whose loss is lost", line["step"])
+            log.warning("the evaluation of step %d is lost, because the service dropped this group", line["step"])
             return
         if self._files is not None:
             self._files.evaluation(line)
@@ -240,7 +240,7 @@ class Trainer:
             ) from None
         engine.spikes.rollbacks = rollbacks
         if self._files is not None:
-            log.warning("%s: back to step %d, with the data that follows", spike, engine.global_steps)
+            log.warning("%s: back to step %d; the data goes on after the spike", spike, engine.global_steps)
             self._files.truncate_after(engine.global_steps)
         for observer in self._observers:
             observer.on_rollback(engine.global_steps)
@@ -269,7 +269,7 @@ class Trainer:
         samples, path = min((samples, path) for path, samples in enumerate(sampler.samples_of_paths))
         last = samples * sampler.paths // self._engine.train_batch_size()
         if last < self._steps:
-            log.info("sdp.paths.on_short: path %d has no more sequences after step %d, which is the last", path, last)
+            log.info("sdp.paths.on_short: path %d has no more sequences after step %d: the run ends", path, last)
             self._steps = last
 
     def _begin_served(self) -> bool:
@@ -296,7 +296,7 @@ class Trainer:
         tokens = self._corpus.facts.get("vocab_size")
         rows = 0 if tokens is None else vocabulary_of(engine.module)
         if tokens is not None and rows > tokens:
-            log.info("model: %d of the model's %d tokens are padding, which the tokenizer lacks", rows - tokens, rows)
+            log.info("model: %d of the model's %d tokens are padding: the tokenizer lacks them", rows - tokens, rows)
         kind = "tokens" if config.data.name is None else "images"
         count = engine.train_batch_size() * config.data.tokens_per_sample
         log.info("training: steps %d to %d, %s %s per step", start + 1, self._steps, f"{count:,}", kind)

@@ -151,7 +151,7 @@ def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> 
             "--methods hsdp: needs an even number of ranks"),
         (["--set", "sdp.capacity=0.05"], "SDP cannot run on 4 ranks: sdp.capacity: 0.05 × 4 groups"),
         (["--rounds", "0"], "--rounds: '0' is not a positive whole number"),
-        (["--alone", "--methods", "ddp"], "--methods: --alone always measures the dense model, and SDP with CONFIG"),
+        (["--alone", "--methods", "ddp"], "--methods: --alone always measures the dense model, and SDP as in CONFIG"),
         (
             ["--alone", "--set", "sdp.engine=deepspeed", "zero_optimization.stage=1"],
             'sdp.engine: "deepspeed" cannot run with --alone',

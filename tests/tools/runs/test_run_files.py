@@ -102,7 +102,7 @@ def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str):
     make_run(tmp_path)
     with (tmp_path / name).open("ab") as file:
         file.truncate(file.tell() + (1 << 40))
-    with pytest.raises(DataError, match=rf"{name}:\d+: not a line of a run \(it is longer than 16 MiB\); remove it"):
+    with pytest.raises(DataError, match=rf"{name}:\d+: not a line of a run \(it is longer than 16 MiB\); remove this"):
         read_run(tmp_path)
 
 
@@ -110,7 +110,7 @@ def test_a_line_without_end_is_not_read_whole(tmp_path: Path, name: str):
     ("name", "content", "message"),
     [
         ("metrics.jsonl", '{"step": 1}\n{"st\n{"step": 3}\n',
-            r"metrics.jsonl:2: not a line of a run \(.*\); remove it"),
+            r"metrics.jsonl:2: not a line of a run \(.*\); remove this line"),
         ("config.json", "{", r"config.json: cannot be read \(.*\); the file is damaged"),
         ("summary.json", "[1]", "summary.json: a JSON object is expected, not list; the file is damaged"),
     ],
@@ -251,7 +251,7 @@ def test_a_wrong_value_in_a_line_is_one_line(tmp_path: Path, change: dict[str, A
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     lines[2] = json.dumps(json.loads(lines[2]) | change)
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"metrics\.jsonl:3: not a line of a run \('.*remove it"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl:3: not a line of a run \('.*remove this line"):
         read_run(tmp_path)
 
 

@@ -160,7 +160,7 @@ class Checkpointer:
             return False
 
     def settle(self, *, block: bool) -> None:
-        """Report a save in the background that failed. With ``block``, wait for its end first."""
+        """Report a failed save in the background. With ``block``, wait until the save has ended."""
         if block:
             self._beat.at(self._engine.global_steps, AWAITING, self._training.save_timeout)
         try:

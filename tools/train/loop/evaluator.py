@@ -25,7 +25,7 @@ CALIBRATION_BATCHES = 8  # training batches per rank that measure batch norm's s
 
 
 class Routed(Dataset[dict[str, Any]]):
-    """Samples, each with the number of its path (``sdp.paths``) under the key ``path``."""
+    """A data set that adds the number of the path (``sdp.paths``) to each sample, as ``path``."""
 
     def __init__(self, samples: Any, paths: PathSamples):
         self._samples, self._paths = samples, np.empty(len(samples), dtype=np.int64)
@@ -33,9 +33,10 @@ class Routed(Dataset[dict[str, Any]]):
             self._paths[members] = path
 
     def by_path(self, rows: Sequence[int], micro: int) -> Subset[dict[str, Any]]:
-        """Return the samples in ``rows`` in an order in which micro-batches have a single path.
+        """Return the samples ``rows``, ordered so that each micro-batch has a single path.
 
-        Micro-batches of different paths alternate. Samples that fill no micro-batch come last.
+        A micro-batch has ``micro`` samples. Micro-batches of different paths alternate. Samples
+        that fill no micro-batch come last.
         """
         members = [[row for row in rows if self._paths[row] == path] for path in range(self._paths.max() + 1)]
         whole = [len(mine) // micro * micro for mine in members]
@@ -56,7 +57,7 @@ class Routed(Dataset[dict[str, Any]]):
 
 
 def without_prefix(batch: dict[str, Any], prefix: int) -> dict[str, Any]:
-    """Return the batch without the labels of the first ``prefix`` tokens."""
+    """Return the batch with labels of -100 (no loss) for the first ``prefix`` tokens."""
     labels = batch["labels"].clone()
     labels[:, :prefix] = -100
     return {**batch, "labels": labels}

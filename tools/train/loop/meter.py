@@ -44,7 +44,7 @@ class StepFacts:
 class StepMeter:
     """Measures each step from :meth:`begin` to :meth:`end`.
 
-    It also tells the heartbeat what the rank is doing, so that a rank that hangs can be found.
+    It also reports to the heartbeat what the rank is doing, so that a hanging rank can be found.
     """
 
     def __init__(self, engine: SDPEngine, beat: Heartbeat):
@@ -74,7 +74,7 @@ class StepMeter:
     def timed(self, name: str) -> Iterator[None]:
         """A context that measures one activity of a step, such as "forward".
 
-        Time that is spent waiting for averages counts separately. A profile shows the same name.
+        Time that is spent waiting for averages counts separately. Profiles show ``name``.
         """
         engine, training = self._engine, self._engine.config.training
         # The first step also compiles, allocates and connects.
@@ -237,7 +237,7 @@ class Utilisation:
                 self._flops[masking] = of_group / engine.world_size
 
     def of(self, tokens_per_second: float, masking: Masking) -> dict[str, float]:
-        """Return ``mfu`` and ``flops_per_second`` of a device. Empty if the MFU is unknown.
+        """Return ``mfu`` and ``flops_per_second`` of a device, or {} if the MFU is unknown.
 
         ``tokens_per_second`` counts the whole run. ``masking`` is the masking of these steps, on
         which the operations for a token depend.

@@ -121,7 +121,7 @@ def test_paths_read_one_source_each_until_one_has_no_more(
     steps = min(samples) * 2 // routed["train_batch_size"]
     assert len(read_losses(tmp_path / "run")) == steps
     short = samples.index(min(samples))
-    assert f"path {short} has no more sequences after step {steps}, which is the last" in finished.stderr
+    assert f"path {short} has no more sequences after step {steps}: the run ends" in finished.stderr
     last = last_evaluation(tmp_path / "run")
     assert min(last["source_losses"].values()) < last["loss"] < max(last["source_losses"].values())
     assert min(last["single_path_losses"]) > last["loss"]

@@ -260,7 +260,7 @@ def test_out_of_memory_says_what_would_need_less(config: Path, tmp_path: Path) -
     assert code == 1
     line = next(line for line in err.splitlines() if "error" in line)
     assert f" on {HOST}, step " in line
-    assert "out of memory. Of this rank's memory parameters take" in line
+    assert "out of memory. Of this rank's memory, parameters take" in line
     assert 'activation_checkpointing.mode "selective" or "full"' in line
     assert "an sdp.capacity below 0.75 (down to 0.5 with 2 groups)" in line
     assert "Traceback" not in err
