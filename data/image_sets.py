@@ -179,7 +179,7 @@ def check_source(name: str, path: Path | None) -> None:
 def load_image_index(directory: Path) -> ImageIndex:
     """Read the index of prepared images. Raises DataError if it is missing or damaged."""
     path = directory / INDEX_FILE
-    missing = f"no prepared images here (no {INDEX_FILE}); train on them to have them made"
+    missing = f"no prepared images here (no {INDEX_FILE}); sdp train makes them"
     content = read_index(path, missing, _AGAIN)
     try:
         index = ImageIndex.model_validate(content)

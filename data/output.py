@@ -62,10 +62,9 @@ def only_writer(directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_left_on_error(directory: Path, new_directories: list[Path]) -> Iterator[None]:
-    """A context that, on an error inside it, removes the files that the context has written.
+    """A context that, on an error inside it, removes the new prepared files in ``directory``.
 
-    These files are in ``directory``. The context then also removes ``new_directories`` (innermost
-    first), which were made for this run.
+    It then also removes ``new_directories`` (innermost first), which were made for this run.
     """
     before = {path.name for path in directory.iterdir()}
     try:

@@ -177,8 +177,8 @@ def _phases(plan: Forecast) -> tuple[list[Forecast], list[str]]:
     largest, *others = sorted(config.sdp.maskings)  # "backward" needs the most memory
     phases = [forecast(f"{plan.name}, {masking}", config, machine, world, masking=masking) for masking in others]
     note = (
-        f"sdp.masking: {config.masking_schedule}. A device needs the peak of {largest} masking. When a phase with it "
-        "begins, all frozen copies are sent once."
+        f"sdp.masking: {config.masking_schedule}. A device needs the peak of {largest} masking. When a {largest} "
+        "phase begins, all frozen copies are sent once."
     )
     return [replace(plan, name=f"{plan.name}, {largest}"), *phases], [note]
 

@@ -1,6 +1,6 @@
 """Turns failures of the machine into errors of one line.
 
-If memory runs out, the message says what fills it, as predicted, and which settings need less.
+If memory runs out, the message says what fills it (by the plan), and which settings need less.
 """
 
 from __future__ import annotations

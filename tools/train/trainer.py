@@ -1,6 +1,6 @@
 """The training loop of one rank. It makes the same engine calls as a user's own script.
 
-It also evaluates and saves. What only watches the loop is an observer (``observer.py``).
+It also evaluates and saves. Code that only watches the loop is an observer (``observer.py``).
 """
 
 from __future__ import annotations
