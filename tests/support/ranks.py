@@ -279,12 +279,13 @@ _CACHES: list[Any] = []  # those of torch
 
 def _caches(package: str) -> list[Any]:
     """Return the caches of a package's functions."""
-    found = (one for one in gc.get_objects() if isinstance(one, _Cache))
+    found = (one for one in gc.get_objects() if type(one) is _Cache)
     return [one for one in found if one.__module__.startswith(package)]
 
 
 def _leave() -> None:
     """Leave the process group, and let go of everything that keeps gloo's threads."""
+    import torch
     import torch.distributed as dist
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -297,6 +298,8 @@ def _leave() -> None:
     clear_redistribute_planner_cache()
     for cache in [*_CACHES, *_caches("deepspeed.")]:
         cache.cache_clear()
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # else the jobs together would reach the limit of compilations of a function
 
 
 def _leave_deepspeed() -> None:
@@ -305,7 +308,7 @@ def _leave_deepspeed() -> None:
     from deepspeed.runtime.zero.partition_parameters import Init
 
     # Hooks on autograd's nodes keep an engine, and Python cannot collect such cycles.
-    for engine in [one for one in gc.get_objects() if isinstance(one, DeepSpeedEngine)]:
+    for engine in [one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine)]:
         engine.destroy()
     FWD_MODULE_STACK.clear()
     # ZeRO 3 compares numbers across ranks that it takes from counters of the process. The ranks of
