@@ -36,8 +36,9 @@ class Checked:
         steps: the number of steps that were taken.
         difference: the norm of the difference from plain torch's weights, divided by the norm of
             the change that the steps made. None if weights were not compared.
-        norm_difference: the largest relative difference of the gradient norm in a step. It shows a
-            wrong scale of the gradient, which does not change the weights with Adam.
+        norm_difference: the largest relative difference of a step's gradient norm from plain
+            torch's. It shows a wrong scale of the gradient, which does not change Adam's steps.
+            None if weights were not compared.
         why_not: why the weights were not compared. Empty if they were.
         worst: the parameter that differs most, relative to the change of this parameter.
     """
@@ -100,7 +101,7 @@ def _why_not_compared(engine: SDPEngine) -> str:
         return "tensor-parallel ranks divide the rows of a batch, and plain torch does not"
     drops = [f"{name}.p {part.p:g}" for name, part in engine.module.named_modules() if isinstance(part, _DropoutNd)]
     if random := get_random_options(engine.module) or [text for text in drops if not text.endswith(" 0")]:
-        return f"plain torch draws other random numbers; only without {random[0]} can it be compared"
+        return f"plain torch draws other random numbers; weights can be compared only without {random[0]}"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Builds the FSDP2 store of a rank: cuts and shards the full model, and gives weights values."""
+"""Builds the FSDP2 store of a rank: cuts and shards the full model, and sets initial values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build_store(
 ) -> Fsdp2Store:
     """Cut ``model`` in place to this rank's part, give it values, and return a store. Collective.
 
-    Only frozen copies have no values yet.
+    Frozen copies have no values yet. They get values later, from holders.
 
     Args:
         model: the full model, with weights or on the meta device.
@@ -81,8 +81,8 @@ def shard_model(
 ) -> Fsdp2Store:
     """Cut ``model`` in place to this rank's part, and return its store, which is not ready yet.
 
-    The caller gives values to the parameters of a model on the meta device. After that, or at
-    once for a model with weights, the caller calls ``ready()`` of the store.
+    The caller must call ``ready()`` of the store. If ``model`` is on the meta device, the caller
+    first gives values to the parameters.
 
     Args:
         model: the full model, with weights or on the meta device.
@@ -150,8 +150,8 @@ def _cut(
 def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[ModuleInit] | None:
     """Plan how the parameters get their initial values, or return None if the model has weights.
 
-    Raises ModelError if only some parameters have values, ``training.init_from`` is set for a
-    model with weights, or these files belong to another model.
+    Raises ModelError if only some parameters have values, or if ``training.init_from`` is set for a
+    model that has weights already, or names the files of another model.
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < len(layout.by_path):
@@ -174,7 +174,7 @@ def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[Mod
 def first_weights(model: nn.Module, config: Config, layout: Layout) -> dict[str, torch.Tensor]:
     """Return the full model's weights, by name, with which a run of this configuration starts.
 
-    They are the same for every number of groups and ranks.
+    These weights do not depend on the numbers of groups and ranks.
     """
     found, names = dict[str, torch.Tensor](), dict[str, list[str]]()
     for name, infos in layout.wholes.items():

@@ -1,4 +1,4 @@
-"""DeepSpeed's names that scripts use outside the training loop, such as ``engine.monitor``."""
+"""What scripts use of DeepSpeed's engine outside the training loop, such as ``engine.monitor``."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ REFUSED = {
     "offload_states": "states cannot be moved in a run; give zero_optimization.offload_optimizer in the configuration",
     "reload_states": "states cannot be moved in a run; give zero_optimization.offload_optimizer in the configuration",
     "allreduce_gradients": "backward() averages the gradients at the accumulation boundary",
-    "load_module_state_dict": "groups hold parts of the model; give the weights to sdp.initialize, or use "
-    "load_checkpoint",
+    "load_module_state_dict": "a group has only some units of the model; load the weights into the model before "
+    "sdp.initialize, or use load_checkpoint",
     "float": "the configuration chooses the model's type, with bf16 or fp16",
     "double": "the configuration chooses the model's type, with bf16 or fp16",
     "compile": "give training.compile in the configuration",
@@ -109,7 +109,7 @@ class CurveWriter(Protocol):
     def write(self, step: int, scalars: Mapping[str, float]) -> None: ...
 
     def rewind(self) -> None:
-        """Let the next point replace all earlier points from its step on, as after a rollback."""
+        """After a rollback, let the next point replace all points of its step and later steps."""
         ...
 
     def close(self) -> None: ...
@@ -122,9 +122,9 @@ def open_writers(
 
     Args:
         config: The configuration, with sections ``tensorboard``, ``csv_monitor`` and ``wandb``.
-        folder: The folder of a run. Curves go to it if a section has no ``output_path``, and after
-            a resume new points replace older points. If None, a script writes the curves: they go
-            to ``runs/JOB_NAME``, and new points are added to older points.
+        folder: The folder of a run, for curves of sections without ``output_path``. After a resume,
+            new points replace older points of the same and later steps. If None, a script writes
+            curves: the folder is then ``runs/JOB_NAME``, and new points are added to older points.
         wandb_options: Further arguments of ``wandb.init``.
 
     Raises:

@@ -125,8 +125,8 @@ class SDPEngine:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward pass of this group's subnetwork, and return the model's result.
 
-        A single mapping or tuple is passed as the arguments of the model's ``forward``, if it fits
-        them. Tensors on other devices are copied to the model's GPU.
+        A single mapping, tuple or list is unpacked into arguments, if the model's ``forward`` takes
+        these arguments. Tensors on other devices are copied to the model's GPU.
         """
         if self.device.type != "cpu" and any(part.device != self.device for part in tensors_in((args, kwargs))):
             with outside_inference_mode():
@@ -241,9 +241,14 @@ class SDPEngine:
                 that lower a dynamic loss scale do not count.
         """
         if lr_kwargs:
-            raise ConfigError("step: lr_kwargs is not supported; leave lr_scheduler out, and step it in the script")
+            raise ConfigError(
+                "step: lr_kwargs is not supported; leave lr_scheduler out of sdp.initialize, and step the scheduler in "
+                "the script"
+            )
         if not self._syncing:
-            raise RuntimeError("step() inside no_sync(): this block averages no gradients; leave the block first")
+            raise RuntimeError(
+                "step() was called inside no_sync(), which averages no gradients; leave the with block first"
+            )
         if not self.is_gradient_accumulation_boundary():
             self._is_accumulating = True
             self.micro_steps += 1
@@ -323,14 +328,14 @@ class SDPEngine:
                 self.groups.enter_phase(masking)
 
     def go_on_after(self, steps: int, samples: int, skipped: int) -> None:
-        """Continue counting after a loaded checkpoint, with the next step's masking. Collective."""
+        """Set the counts of a loaded checkpoint, and the masking of the next step. Collective."""
         self.global_steps, self.global_samples = steps, samples
         self.micro_steps = steps * self._batch.accumulation
         self.last_steps.start_at(skipped)
         self._use_masking()
 
     def forget_micro_batches(self) -> None:
-        """Drop gradients and losses since the last step. The caller repeats these micro-batches."""
+        """Drop gradients and losses since the last step. The caller repeats the micro-batches."""
         self._begin_step()
         self.groups.forget_gradients()
 
@@ -395,8 +400,8 @@ class SDPEngine:
         """Return the mean loss of the full model over the batches of all ranks. Collective.
 
         Holders send units that this group does not hold, one after the other, so no rank needs
-        memory for the whole model. With exact frozen copies, nothing is sent. Running statistics
-        are those of :meth:`full_state_dict`.
+        memory for the whole model. With exact frozen copies, nothing is sent. Batch norms use
+        running statistics that are averaged over ranks, as in :meth:`full_state_dict`.
 
         Args:
             batches: This rank's batches, at least one. Ranks may have different numbers of batches.
@@ -406,7 +411,7 @@ class SDPEngine:
                 path of each row.
 
         Raises:
-            ConfigError: Weights or paths are not valid, or not one for each batch.
+            ConfigError: Weights or paths are not valid, or are not as many as the batches.
             DataError: All weights are 0.
         """
         loss = self._full.evaluate(list(batches), weights, paths)
@@ -431,7 +436,7 @@ class SDPEngine:
 
     @property
     def runs_subnetwork(self) -> bool:
-        """Whether any group's :attr:`module` leaves out units of the full model."""
+        """Whether a group's :attr:`module` lacks units of the full model, or has inexact copies."""
         return self._full.is_partial
 
     @property
@@ -462,7 +467,7 @@ class SDPEngine:
 
     @property
     def frozen_here(self) -> dict[str, nn.Parameter]:
-        """By name, frozen copies of what this group does not hold. Sharded copies are DTensors."""
+        """By name, frozen copies of parameters that only other groups hold; DTensors if sharded."""
         self.groups.finish_refresh()
         return frozen_copies(self.store)
 
@@ -515,7 +520,7 @@ class SDPEngine:
         return self.last_steps.skipped_until()
 
     def skipped_until(self, step: int) -> int:
-        """Return how many steps were skipped up to ``step``, which must be one of the latest."""
+        """Return how many steps were skipped up to ``step``, the last or a recent local step."""
         return self.last_steps.skipped_until(step)
 
     @property

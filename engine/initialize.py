@@ -77,7 +77,7 @@ def announce(engine: SDPEngine, optimizer_note: str) -> None:
     _warn_of_a_full_placement(config.sdp, layout)
     _announce_batch(engine)
     if config.training.init_from is not None:
-        log.info("weights: training starts from those in %s", config.training.init_from)
+        log.info("weights: training starts from the files in %s", config.training.init_from)
     log.info("%s", optimizer_note)
     if config.autos:
         log.info('"auto" means the default of each key here: %s', ", ".join(config.autos))
@@ -120,7 +120,7 @@ def _warn_of_settings_without_effect(config: Config, layout: Layout) -> None:
 def _announce_placement(config: Config, layout: Layout) -> None:
     if config.sdp.paths is not None:
         count = sum(bool(unit.prefix) for unit in layout.units) // layout.paths
-        log.info("paths: %d, each with %d of the %d blocks of its own; group g trains path g mod %d",
+        log.info("paths: %d; each path owns %d of the %d blocks; group g trains path g mod %d",
                  layout.paths, count, len(layout.blocks), layout.paths)  # fmt: skip
     if layout.units:
         log.info("placement: %s", layout.placement.describe())
@@ -415,7 +415,7 @@ def _check_service(config: Config, service: Any) -> None:
     """Raise ConfigError if groups of a run with a service are started without it."""
     if config.sdp.sync is not None and config.sdp.sync.service is not None and service is None:
         raise ConfigError(
-            "sdp.sync.service: a script cannot use it; start the groups with sdp train, or remove sdp.sync.service"
+            "sdp.sync.service: a script cannot use a service; start the groups with sdp train, or remove the key"
         )
 
 

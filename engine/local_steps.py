@@ -264,8 +264,9 @@ class LocalTraining:
     def lag(self) -> int:
         """How many steps later the loss and norm of a step are read: ``sdp.sync.overlap`` + 1.
 
-        Loss and norm may queue behind an average, which may take ``overlap`` steps, and no step
-        should wait for them. The lag is 0 with a service, and without local steps.
+        The message with loss and norm may queue behind an average, which may take ``overlap``
+        steps. Because of the lag, no step waits for this message. The lag is 0 with a service, and
+        without local steps.
         """
         return 0 if self._sync is None or self.service is not None else self._sync.overlap + 1
 
@@ -295,7 +296,10 @@ class LocalTraining:
         return self.pending.wait() if self.pending is not None else None
 
     def skipped_steps(self, until: int | None = None) -> int:
-        """Wait for the steps up to ``until`` that :meth:`arrived` left, and count skipped steps."""
+        """Count the skipped steps up to ``until`` that :meth:`arrived` has not returned yet.
+
+        This waits until the results of these steps have arrived from other groups.
+        """
         return sum(update.wait().skipped > 0 for step, update in self._pending if until is None or step <= until)
 
     @property
@@ -345,8 +349,8 @@ class LocalTraining:
     def enter(self, *, joins: bool) -> int:
         """Enter a run whose anchors a service keeps, and continue from the anchors.
 
-        Collective in the group. If ``joins``, the group was dropped, and first becomes a member
-        again. Returns the number of steps that the run has taken.
+        Collective in the group. If ``joins`` is True, the service had dropped the group, which
+        first becomes a member again. Returns the number of steps that the run has taken.
         """
         assert self.local is not None
         self.local.averages.enter(joins=joins)
@@ -453,7 +457,7 @@ class LocalTraining:
         if sync is None:
             return "gradients are averaged in every step"
         start = f"after the first {sync.start_after} steps, " if sync.start_after else ""
-        parts = f", a fragment of {sync.fragments} every {sync.every // sync.fragments}" if sync.fragments > 1 else ""
+        parts = f", one of {sync.fragments} fragments every {sync.every // sync.fragments}" * (sync.fragments > 1)
         late = f", applied {sync.overlap} step{'s' * (sync.overlap > 1)} later" if sync.overlap else ""
         small = f", sent as {sync.compression}" if sync.compression != "none" else ""
         return f"{start}groups step on their own and average their weights every {sync.every} steps{parts}{late}{small}"

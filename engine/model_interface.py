@@ -100,7 +100,7 @@ class Gather:
 class Column:
     """In a tensor-parallel plan: the output features of a linear layer are cut among ranks.
 
-    The features consist of ``pieces`` equal parts, such as attention heads. No part is cut.
+    The features are ``pieces`` equal ranges, such as attention heads. A rank gets whole ranges.
     """
 
     pieces: int | None = None
@@ -132,9 +132,9 @@ class Vocabulary:
 class Head:
     """In a tensor-parallel plan: the head is cut along the vocabulary.
 
-    The head's first argument is gathered along the sequence. The engine sets the head's attribute
-    ``tensor_ranks``, with which the head must compute logits or the loss from its part of the
-    logits.
+    The head's first argument is gathered along the sequence. A rank computes logits of a part of
+    the vocabulary only. From these, the head must compute all logits or the loss, with collectives
+    of ``tensor_ranks``, an attribute of the head that the engine sets.
     """
 
     dims = 0
@@ -302,8 +302,8 @@ def get_flops_per_token(model: nn.Module) -> Callable[[int], Mapping[str, float]
 def shifts_labels(model: nn.Module) -> bool:
     """Whether the model's loss compares each position with the next label.
 
-    ``model.loss_type`` "ForCausalLM" says so. For some models of transformers with another
-    ``loss_type``, the name of the class or the configuration says so.
+    True if ``model.loss_type`` contains "CausalLM". If ``loss_type`` is None, the name of the class
+    decides. True for "ForConditionalGeneration", unless the model has an encoder and a decoder.
     """
     missing = object()
     kind = getattr(model, "loss_type", missing)

@@ -202,9 +202,9 @@ class FullModel:
     def full_state_dict(self) -> dict[str, torch.Tensor] | None:
         """Return the full model's weights and persistent buffers, on rank 0's CPU. Collective.
 
-        Other ranks get None. Keys are the names in the model before it was cut, after ``paths.P.``
-        if only path P has the tensor (``sdp.paths``). A tied parameter has an entry for each of its
-        names. Parameters are sent one at a time.
+        Other ranks get None. Keys are the names in the model before it was cut, with the prefix
+        ``paths.P.`` if only path P has the tensor (``sdp.paths``). A tied parameter has an entry
+        for each of its names. Parameters are sent one at a time.
         """
         with outside_inference_mode(), self._anchored():
             streamed = ((name, tensor) for name, tensor in self._stream() if tensor is not None)
@@ -236,7 +236,7 @@ class FullModel:
             CheckpointError: The directory cannot be written.
         """
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise ConfigError(f"save_pretrained: dtype {quote(dtype)} is not one of torch's, such as torch.bfloat16")
+            raise ConfigError(f"save_pretrained: dtype {quote(dtype)} is not a dtype of torch, such as torch.bfloat16")
         if self._store.layout.paths > 1:
             raise ModelError(
                 "engine.save_pretrained: the model has several paths, and a folder has one model; save each path "

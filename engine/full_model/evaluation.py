@@ -57,7 +57,7 @@ class _Pass(Generic[T]):
 
 
 class Lockstep(Generic[T]):
-    """Runs several forward passes such that all have reached a unit before one of them runs it."""
+    """Runs forward passes in step: no pass runs a unit before all passes have reached the unit."""
 
     def __init__(self, device: torch.device, before_turn: Callable[[], None]):
         """``before_turn`` is called in the main thread, each time before a pass continues."""

@@ -141,7 +141,7 @@ class BufferMean:
                 sums[1] += counts
 
     def over(self, all_reduce: Callable[[torch.Tensor], None]) -> BufferMean:
-        """Sum over all ranks with ``all_reduce``, which sums float64 values in place."""
+        """Sum what all ranks have added. ``all_reduce`` sums float64 values in place."""
         if self._sums.numel():
             all_reduce(self._sums)
         return self

@@ -108,7 +108,7 @@ class SpikeDetector:
     """Finds steps whose loss or gradient norm is a spike. All ranks decide in the same way.
 
     A spike lies far above the mean of the last steps. A step with a NaN or infinite value is not a
-    spike: all groups skip it anyway if its gradient is not finite. It does not count in the mean.
+    spike: all groups skip it anyway if its gradient is not finite. Nor does it count in the mean.
 
     Attributes:
         skipped: The number of steps that were skipped because of a spike.
@@ -223,7 +223,7 @@ class LastSteps:
         return newest.skipped > 0 if newest is not None else self._in_a_row > 0
 
     def skipped_until(self, step: int | None = None) -> int:
-        """Return how many steps were skipped so far, or until ``step``, which must be recent."""
+        """Return how many steps were skipped so far, or up to ``step``, a recent local step."""
         return self._skipped + self._local.skipped_steps(step)
 
     def start_at(self, skipped: int) -> None:
@@ -237,9 +237,8 @@ class LastSteps:
             loss: the mean loss of all ranks.
             norm: the norm of the full model's gradient.
             skipped: whether all groups skipped the step.
-            counts: whether a skipped step increases the number of consecutive skipped steps.
-            excused: whether a skipped step is left out when this number is compared with
-                ``max_skips``.
+            counts: whether a skipped step adds to the number of consecutive skipped steps.
+            excused: whether a skipped step does not count for the limit ``max_skips``.
         """
         self._loss, self._norm = loss, norm
         self._skipped += skipped

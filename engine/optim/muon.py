@@ -103,7 +103,7 @@ class Muon(Optimizer):
         self._traffic = traffic
 
     def state_bytes(self, numel: int, *, is_matrix: bool) -> int:
-        """Return the bytes of optimizer state of ``numel`` elements, with Muon or with AdamW."""
+        """Return the bytes of state of ``numel`` elements: Muon's for a matrix, else AdamW's."""
         size = self.state_dtype.itemsize
         return numel * (size if is_matrix else size + 4)
 
@@ -241,7 +241,7 @@ def _own_shard(whole: Tensor, parameter: nn.Parameter, matrix: Matrix) -> Tensor
 def build_muon(
     name: str, params: Mapping[str, Any], parameters: list[Any], device: torch.device
 ) -> tuple[Optimizer, str]:
-    """Build Muon from ``optimizer.params``, with a line for the log. Raises ConfigError."""
+    """Return Muon, built from ``optimizer.params``, and a line for the log. Raises ConfigError."""
     settings = parse_section(MuonParams, params, "optimizer.params")
     if settings.adam_lr and not settings.lr:
         raise ConfigError(

@@ -300,7 +300,7 @@ def check_steps(scheduler: Any) -> None:
     if needed:
         raise ConfigError(
             f"lr_scheduler: {type(scheduler).__name__}.step needs {needed[0]}, which engine.step() does not have; "
-            "leave lr_scheduler out, and step it in the script"
+            "leave lr_scheduler out of sdp.initialize, and step the scheduler in the script"
         )
 
 
@@ -354,7 +354,7 @@ class HolderScale:
 def describe_rates(setting: str | float, optimizer: str | None, placement: Placement) -> str | None:
     """Return the range of the factors by which ``sdp.lr_scale`` scales learning rates, as text.
 
-    The result is None if it does not scale them. ``setting`` is ``sdp.lr_scale``, and ``optimizer``
+    The result is None if rates are not scaled. ``setting`` is ``sdp.lr_scale``, and ``optimizer``
     is ``optimizer.type``, if the configuration has one.
     """
     exponent = exponent_of(setting, is_sgd=(optimizer or "").lower() == "sgd")

@@ -236,7 +236,7 @@ class Layout:
 
     @cached_property
     def wholes(self) -> dict[str, list[TensorInfo]]:
-        """Name of each parameter → its slices, or itself if unsliced, in the model's order."""
+        """By parameter name, in model order: the parameter's slices, or itself if unsliced."""
         wholes: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             wholes.setdefault(info.canonical, []).append(info)
@@ -244,7 +244,7 @@ class Layout:
 
     @cached_property
     def by_path(self) -> dict[str, list[TensorInfo]]:
-        """Each path in the uncut module → the parameters or slices of the path, in model order."""
+        """By path in the uncut module, in model order: the parameters or slices at this path."""
         found: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             found.setdefault(info.path, []).append(info)
@@ -252,7 +252,7 @@ class Layout:
 
     @cached_property
     def members(self) -> dict[str, list[TensorInfo]]:
-        """Name of each unit, and ``"shared"`` for the shared part → its parameters or slices."""
+        """By unit name, or ``"shared"`` for the shared part: all its parameters or slices."""
         members: dict[str, list[TensorInfo]] = {}
         for info in self.parameters.values():
             members.setdefault(info.unit, []).append(info)

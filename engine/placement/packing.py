@@ -251,10 +251,10 @@ def fill(packing: Packing, *, in_rounds: bool, by_work: bool, balance: bool = Fa
         in_rounds: whether every unit gets its first holder before any unit gets its second.
         by_work: whether the group with the least work is chosen. Of groups with equal work, the one
             with the most room is chosen.
-        balance: whether two rules choose among equals. Of equally large units, the last one is
-            assigned first, so that its holders compute its gradient at about the same time. Of
-            groups that fit equally well, the one that shares the fewest units with the unit's
-            holders is chosen, so that units connect more groups.
+        balance: whether two further rules decide ties. Of equally large units, the last one in the
+            model is assigned first, so that its holders compute its gradient at about the same
+            time. Of groups that fit equally well, the one that shares the fewest units with the
+            unit's holders is chosen, so that units connect more groups.
     """
     groups, units = len(packing.room), len(packing.size)
     tie = -np.arange(units) if balance else np.arange(units)

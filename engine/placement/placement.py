@@ -127,7 +127,7 @@ class Placement:
         return len(self.components()) == 1
 
     def components(self) -> list[list[int]]:
-        """Return lists of groups that units connect to each other. Group 0 is in the first list."""
+        """Return a list for each set of groups that units connect. Group 0 is in the first list."""
         root = list(range(self.groups))  # the first group of each group's component
         for holders in self.holder_sets:
             joined = {root[group] for group in holders}
@@ -188,7 +188,7 @@ class Placement:
         return self._members @ np.array([len(holders) > 1 for holders in self.holder_sets], dtype=float)
 
     def warnings(self) -> list[str]:
-        """Return warnings: of unconnected groups, groups without units, or many communicators."""
+        """Return warnings about unconnected groups, groups without units, or many communicators."""
         notes = []
         if not self.connected:
             one, other = (list_groups(groups) for groups in self.components()[:2])
@@ -214,7 +214,7 @@ class Placement:
         return notes
 
     def guarantees(self) -> dict[str, Any]:
-        """Return what this placement guarantees, as JSON: fewest holders, fractions, balance.
+        """Return the guarantees of this placement as JSON, such as the fewest holders of a unit.
 
         Fractions are of the units' parameters. Work is in FLOPs if the model states them, else in
         parameters.

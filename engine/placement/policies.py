@@ -101,7 +101,7 @@ def warn_of_left_out(reasons: Mapping[str, str]) -> list[str]:
 
 
 def warn_of_large_share(numels: Mapping[str, int], units: Sequence[Unit], placement: Placement) -> list[str]:
-    """Return a warning if a group holds most of the model. It lists what all groups share.
+    """Return a warning, with what all groups share, if a group holds most of the model.
 
     If a large shared module has submodules, the warning also suggests to make them units.
     ``numels`` has the number of elements of each parameter of the full model.

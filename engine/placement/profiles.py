@@ -83,7 +83,7 @@ def shaped_counts(section: SDPSection, mean: float, costs: Sequence[int]) -> lis
 
 
 def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozenset()) -> list[int] | None:
-    """Return the numbers of holders if ``sdp.profile`` lists them, after checking them, else None.
+    """Check and return the numbers of holders that ``sdp.profile`` lists. None if it is no list.
 
     Args:
         section: the section ``sdp`` of the configuration.

@@ -131,7 +131,7 @@ class TensorInfo:
         return min(rows, index * size), min(rows, (index + 1) * size)
 
     def shard_numel(self, shards: int, index: int) -> int:
-        """Return the number of elements of shard ``index`` of ``shards``."""
+        """Return the number of elements of the shard ``index``, if there are ``shards`` shards."""
         first, last = self.shard_rows(shards, index)
         return (last - first) * self.tp_shape[1:].numel()
 

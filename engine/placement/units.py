@@ -71,10 +71,10 @@ def find_unskippable(model: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """Return the blocks among ``names`` that no group can skip, with the reason for each.
 
     A block that changes the shape of its input cannot be skipped. The shape of the input is not
-    known yet, so a block counts as such if its convolutions have a stride or change the number of
-    channels, and no neighbour has parameters of the same shapes. If only some blocks of a chain
-    have an embedding, these cannot be skipped, because the other blocks may use the embedding's
-    output. An example is T5, where all blocks use the position bias that the first one computes.
+    known yet, so it counts as changed if convolutions of the block have a stride or change the
+    number of channels, and no neighbour has parameters of the same shapes. If only some blocks of a
+    chain have an embedding, these cannot be skipped, because the other blocks may use the
+    embedding's output. In T5, all blocks use the position bias that the first block computes.
     """
     found: dict[str, str] = {}
     for _, run in groupby(names, key=lambda name: name.rpartition(".")[0]):

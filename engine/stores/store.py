@@ -294,7 +294,7 @@ class GroupStore(Protocol):
     def weights_changed(self) -> None:
         """Copy the tensors of :attr:`stepped` to the model. Collective in the group.
 
-        Call this after other code than the optimizer has changed the tensors.
+        Call this after anything but the optimizer has changed the tensors.
         """
         ...
 
@@ -346,7 +346,7 @@ def optimizer_steps(store: GroupStore) -> Iterator[None]:
 
 
 def materialise_state(store: GroupStore) -> None:
-    """Create the optimizer state before the first step, to load a checkpoint. No weight changes."""
+    """Create the optimizer state before the first step, for a checkpoint to fill. Weights stay."""
     groups = store.optimizer.param_groups
     kept = [group["params"] for group in groups]
     for index, group in enumerate(groups):

@@ -27,7 +27,8 @@ from .neurons import Slices
 class BranchScale:
     """Scales the units of a model, each with a factor of its own.
 
-    The factors are for a subnetwork. Inside :meth:`of_full_model`, they are for the full model.
+    Normally, a unit has its factor for a subnetwork. Inside :meth:`of_full_model`, it has its
+    factor for the full model.
     """
 
     def __init__(self, layout: Layout):
@@ -66,8 +67,8 @@ class BranchScale:
     def install(self, model: nn.Module) -> None:
         """Make the units of ``model`` scale their contributions, by hooks or by factors of slices.
 
-        Skipped blocks are scaled, too, because they run when the full model is evaluated. Slices of
-        an earlier ``model`` with the same names are forgotten.
+        Skipped blocks are scaled, too, because they run when the full model is evaluated. A second
+        call, for a rebuilt ``model``, replaces the slices of the first model.
         """
         if self._layout.branch_scale == "none":
             return

@@ -31,9 +31,12 @@ NO_WEIGHTS = "a skipped block has no attention weights to return"
 class Structure(NamedTuple):
     """The form of a block's result, in which the pass-through of a skipped block returns its input.
 
-    ``spec`` is the result's pytree, and ``position`` is the leaf with the hidden state. ``others``
-    maps each leaf that is an unchanged argument of the block to the argument's name. All other
-    leaves are None in a pass-through. ``has_weights``: the block itself returns attention weights.
+    Attributes:
+        spec: the structure of the result, a pytree.
+        position: the index of the leaf that is the hidden state.
+        others: index of each leaf that is an unchanged argument of the block → the argument's name.
+            All leaves but these and the hidden state are None in the result of a pass-through.
+        has_weights: whether the block itself returns attention weights.
     """
 
     spec: TreeSpec

@@ -42,9 +42,9 @@ def quantise(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tens
         kind: "int8" or "nf4".
 
     Returns:
-        The quantised numbers: int8 in the shape of ``weight``, or for "nf4" uint8 of shape (rows,
-        half of a row), with two numbers per byte. And the bytes of the float16 scales: uint8 of
-        shape (rows, 2 · blocks).
+        The quantised numbers, and the bytes of the float16 scales. The numbers are int8 in the
+        shape of ``weight``, or for "nf4" uint8 of shape (rows, half of a row rounded up), with two
+        numbers per byte. The scales are uint8 of shape (rows, 2 · blocks).
     """
     rows, tail = weight.shape[0], weight[0].numel()
     blocks = -(-tail // BLOCK)
@@ -119,9 +119,9 @@ class Copies:
 
 
 def copy_cheaply(model: nn.Module, layout: Layout, group: int, section: CopiesSection, dtype: torch.dtype) -> None:
-    """Replace the frozen copies of ``model`` by quantised ones, if ``sdp.copies`` asks for it.
+    """Prepare the frozen copies of ``model`` for ``sdp.copies``: quantised, or refreshed rarely.
 
-    The new copies have no values yet; a holder sends them. Call this once the model is cut for
+    Quantised copies have no values yet; a holder sends them. Call this after the model is cut for
     tensor parallelism, and before it is sharded.
 
     Raises:

@@ -14,7 +14,7 @@ from ..placement.layout import Layout
 
 
 def compiled_in_place(model: nn.Module) -> nn.Module:
-    """Replace each wrapper that ``torch.compile`` made by its module, which is compiled in place.
+    """Unwrap each module that ``torch.compile`` has wrapped, and compile the module in place.
 
     So parameters have the same names as without ``torch.compile``. Returns the unwrapped ``model``.
     """

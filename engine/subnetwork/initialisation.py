@@ -324,8 +324,8 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
         key = next((keys[other] for other in names if other in keys), None)
         if key is None:
             raise ModelError(
-                f"training.init_from: {directory} has no {name!r}, so these weights are of another "
-                "model; give the directory of this model"
+                f"training.init_from: {directory} has no {name!r}, so these weights belong to "
+                "another model; give the directory of this model"
             )
         info = layout.by_path[name][0] if name in layout.by_path else buffers[name]
         if (obstacle := files.obstacle(key, info)) is not None:
@@ -335,7 +335,7 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
     if unknown:
         raise ModelError(
             f"training.init_from: {directory} has {keys[min(unknown)]!r}, which this model does not have, so "
-            "these weights are of another model; give the directory of this model"
+            "these weights belong to another model; give the directory of this model"
         )
     return fillers
 

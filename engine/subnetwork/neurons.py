@@ -1,8 +1,8 @@
 """Layers that have only some groups of hidden neurons: slices of the full model's parameters.
 
 :func:`slice_layers` replaces the layers of each residual branch
-(:class:`~.model_interface.Branch`). A branch names its parameters, and the dimension of each along
-which its neurons lie.
+(:class:`~.model_interface.Branch`). A branch lists its parameters, and for each parameter the
+dimension along which the neurons lie.
 
 The slices of every layer are in one order: first slices that the group holds, then frozen copies,
 then guests, which are present only while the full model is evaluated. All layers of a branch have
@@ -43,7 +43,7 @@ class Slices:
         frozen: The numbers of the slices that are frozen copies, without gradients.
         parts: How often each neuron occurs along ``dim`` (3 times for queries, keys, values).
             Slices of the same kind, such as keys, have consecutive numbers.
-        guests: Number → tensor of further slices, while the full model is evaluated.
+        guests: Number → tensor of the slices of other groups, while the full model is evaluated.
         factors: Number → multiplier of the inputs of a slice (``dim`` 1); 1 by default.
     """
 
@@ -77,7 +77,7 @@ class Slices:
         return [*present, *(self.guests[index] for index in sorted(self.guests))]
 
     def where(self, device: torch.device) -> Tensor:
-        """Return the indices of the present slices in the full parameter, in their order."""
+        """Return the present slices' indices in the full parameter, sorted as in :attr:`order`."""
         ranges = [torch.arange(*self.ranges[index], device=device) for index in self.order]
         return torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.long, device=device)
 
@@ -317,9 +317,9 @@ def _slice(model: nn.Module, path: str, slices: Mapping[str, Slices], dtype: tor
         model.set_submodule(path, SlicedBatchNorm(module, slices, dtype))
     elif isinstance(module, nn.Linear | nn.Conv2d | _BatchNorm):
         raise ModelError(
-            f'{path}: sdp.granularity "neuron" cannot cut {", ".join(dims)} of this {type(module).__name__}, but only '
-            "linear layers (outputs with their bias, or inputs), convolutions without bias and groups, and batch norms"
-            '; use "block"'
+            f'{path}: sdp.granularity "neuron" cannot cut {", ".join(dims)} of this {type(module).__name__}; only '
+            "linear layers (outputs with their bias, or inputs), convolutions without bias and groups, and batch norms "
+            'can be cut; use "block"'
         )
     else:
         _slice_in_place(module, slices, dtype)

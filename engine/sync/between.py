@@ -51,7 +51,7 @@ def check_holders(
     Args:
         optimizer: The optimizer whose state is compared.
         weights: Weights to compare instead of the store's tensors, by key of ``store.stepped``.
-        owners: Tensors that have the optimizer state instead of the store's tensors, by key.
+        owners: Tensors whose optimizer state is compared, if not the store's tensors, by key.
 
     Raises:
         HolderMismatchError: Two holders differ. It is raised on every rank, and names the unit and
@@ -193,11 +193,11 @@ class BetweenGroups:
             self._final.note(self._trained)
 
     def weigh_gradients(self, weight: torch.Tensor, unit: float) -> tuple[float, int]:
-        """Divide each averaged gradient by the sum of the weights of its losses. Collective.
+        """Divide each averaged gradient by the sum of weights of the averaged losses. Collective.
 
         Args:
             weight: the sum of the weights of this rank's losses in the step, a float64 scalar.
-            unit: the number by which the weights were divided before backward.
+            unit: before backward, each loss was multiplied by its weight divided by ``unit``.
 
         Returns:
             The sum of weights over all data ranks, and the number of data ranks. In local steps,
@@ -371,8 +371,8 @@ class BetweenGroups:
     def learning_rates(self) -> list[float]:
         """Return the learning rate of each of the user's parameter groups, for the next step.
 
-        If this rank has no parameter of a user's group, the result has the rate of the optimizer's
-        first group in its place.
+        For a user's group without parameters on this rank, the rate is that of the optimizer's
+        first group.
         """
         rates = [group["lr"] for group in self.store.optimizer.param_groups]
         groups, count = self.context.user_groups, self.context.user_group_count

@@ -269,8 +269,9 @@ def unequal_holders(
 ) -> tuple[str, str, str] | None:
     """Find a unit that has different values on two ranks that must agree. Collective.
 
-    Ranks at the same position of two holders must agree, and without shards all their data ranks.
-    On tensors that tensor parallelism does not cut, tensor-parallel ranks must agree, too.
+    Ranks at the same position in two holders must agree. If ranks store no shards, all data ranks
+    of all holders must agree. On tensors that tensor parallelism does not cut, tensor-parallel
+    ranks must agree, too.
 
     Args:
         value_of: Returns a number for tensors of a unit, such as a checksum. The tensors are given
@@ -323,8 +324,8 @@ def compare_gradients(store: GroupStore) -> None:
     if found is not None:
         what, one, other = found
         raise HolderMismatchError(
-            f"the script changed gradients between engine.backward and engine.step, so that those of {what} differ "
-            f"between {one} and {other}; set gradient_clipping in the configuration, because "
+            f"the script changed gradients between engine.backward and engine.step, so the gradients of {what} "
+            f"differ between {one} and {other}; set gradient_clipping in the configuration, because "
             "torch.nn.utils.clip_grad_norm_ computes the norm of only one group's subnetwork; other changes must be "
             "equal on all ranks"
         )

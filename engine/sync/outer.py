@@ -457,7 +457,7 @@ class OuterSteps:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """A context in which the anchors are in the model, and its weights are in ``anchors``."""
+        """A context in which the model has the anchors, and ``anchors`` has the model's weights."""
         _swap(self.anchors, self._weights)
         self.is_swapped = True
         try:

@@ -91,7 +91,7 @@ def _dropout() -> list[str]:
 
 
 def test_random_numbers_are_not_compared(ranks: RankPool) -> None:
-    why = "plain torch draws other random numbers; only without stem.drop.p 0.5 can it be compared"
+    why = "plain torch draws other random numbers; weights can be compared only without stem.drop.p 0.5"
     assert ranks.run(_dropout, world=2) == [["", why]] * 2
 
 

@@ -243,8 +243,8 @@ class Zero:
         _require(deepspeed, zero, OF_OPTIMIZER[stage], type(zero).__name__)
         if zero.optimizer is not optimizer:  # as Adagrad
             raise ConfigError(
-                f"optimizer: under ZeRO, DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, and "
-                'a checkpoint would lack the state of that one; use another optimizer, or sdp.engine "fsdp2"'
+                f"optimizer: under ZeRO, DeepSpeed replaces {type(optimizer).__name__} by an optimizer of its own, "
+                'whose state a checkpoint would lack; use another optimizer, or sdp.engine "fsdp2"'
             )
         self._zero, self._stage, self._offloads = zero, stage, offloads
         groups = zero.fp32_partitioned_groups_flat if stage == 3 else (g["params"][0] for g in optimizer.param_groups)
@@ -292,7 +292,7 @@ class Zero:
     def update_model(self) -> None:
         """Copy the partitions of ZeRO 1 or 2 to the model's weights. Collective in the group.
 
-        Call this after other code than DeepSpeed has changed the partitions.
+        Call this after code other than DeepSpeed's has changed the partitions.
         """
         self._zero.update_lp_params()
 

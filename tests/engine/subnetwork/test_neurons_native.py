@@ -213,7 +213,7 @@ def test_what_cannot_be_cut_into_neurons_is_named(layer: nn.Module) -> None:
     layout = Layout.of(model, load_config({"sdp": {"groups": 2, "granularity": "neuron", "capacity": 0.5}}), Mesh(2))
     with pytest.raises(
         ModelError,
-        match=r'layers.0.inner: sdp.granularity "neuron" cannot cut weight of this .*, but only linear',
+        match=r'layers.0.inner: sdp.granularity "neuron" cannot cut weight of this .*; only linear',
     ):
         slice_layers(model, layout, 0)
 

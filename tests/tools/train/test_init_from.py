@@ -47,7 +47,7 @@ def test_it_starts_where_the_export_ended_and_a_checkpoint_wins(trained_run, exp
     start = shutil.copytree(exported, tmp_path / "start")
     run = ["train", str(config), "--init-from", str(start), "--dump-dir"]
     assert main([*run, str(tmp_path / "whole")]) == 0
-    assert f"weights: training starts from those in {start}" in capsys.readouterr().err
+    assert f"weights: training starts from the files in {start}" in capsys.readouterr().err
     ended = lines(trained_run / "evaluations.jsonl")[-1]["loss"]
     assert lines(tmp_path / "whole" / "evaluations.jsonl")[0]["loss"] == pytest.approx(ended, rel=1e-5)
     recorded = json.loads((tmp_path / "whole" / "config.json").read_text())

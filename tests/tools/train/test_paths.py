@@ -31,7 +31,7 @@ def test_paths_from_a_run_to_a_branch(
     path, run, out = write_config(config, tmp_path), tmp_path / "run", tmp_path / "out"
     first = run_sdp("train", path, "--dump-dir", run)
     assert first.returncode == 0, first.stderr
-    assert "paths: 2, each with 1 of the 4 blocks of its own; group g trains path g mod 2" in first.stderr
+    assert "paths: 2; each path owns 1 of the 4 blocks; group g trains path g mod 2" in first.stderr
     assert "sdp 2 × fsdp 1, 2 paths" in first.stdout
     summary = json.loads((run / "summary.json").read_text())
     for rank in summary["ranks"]:
