@@ -1,4 +1,4 @@
-"""Checks in a few steps that a model trains correctly with given settings on this machine.
+"""Trains a few steps to check that given settings train a model correctly on this machine.
 
 The holders of each unit must have equal weights after every step. If every group holds the whole
 model, the weights are also compared with those of a plain torch loop over the batches of all ranks.

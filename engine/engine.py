@@ -241,14 +241,9 @@ class SDPEngine:
                 that lower a dynamic loss scale do not count.
         """
         if lr_kwargs:
-            raise ConfigError(
-                "step: lr_kwargs is not supported; leave lr_scheduler out of sdp.initialize, and step the scheduler in "
-                "the script"
-            )
+            raise ConfigError("step: lr_kwargs is not supported; leave lr_scheduler out, and step it in the script")
         if not self._syncing:
-            raise RuntimeError(
-                "step() was called inside no_sync(), which averages no gradients; leave the with block first"
-            )
+            raise RuntimeError("step() was called inside no_sync(), which averages nothing; leave the block first")
         if not self.is_gradient_accumulation_boundary():
             self._is_accumulating = True
             self.micro_steps += 1

@@ -276,7 +276,7 @@ def arrange(
 ) -> None:
     """If ``optimizer`` is a :class:`Muon`, set which parameters are matrices.
 
-    ``parameters`` are those of this rank, by the names in ``layout``. ``tensor_ranks`` are the
+    ``parameters`` has this rank's parameters by their names in ``layout``. ``tensor_ranks`` are the
     tensor-parallel ranks, which cut matrices. The bytes of gathers are counted in ``traffic``.
     """
     if not isinstance(optimizer, Muon):

@@ -260,8 +260,8 @@ def check_optimizer(config: Config, given: Any) -> None:
     """Raise ConfigError if the configured optimizer cannot run on this engine.
 
     Muon gathers whole matrices on the device, so it needs FSDP2 without offload. Moments in int8
-    have a scale for each block of a row, and DeepSpeed cuts rows. Nothing is checked if the script
-    passes an optimizer of its own (``given``).
+    have a scale for each block of a row, so DeepSpeed cannot shard them, because it cuts rows.
+    Nothing is checked if the script passes an optimizer of its own (``given``).
     """
     if given is not None or config.optimizer is None:
         return

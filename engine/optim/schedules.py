@@ -291,7 +291,7 @@ def _of_schedulers(values: list[Any] | tuple[Any, ...]) -> bool:
 def check_steps(scheduler: Any) -> None:
     """Raise ConfigError if a script's scheduler cannot be stepped by the engine.
 
-    The engine calls ``step()`` without arguments. Some schedulers need one, such as a loss.
+    The engine calls ``step()`` without arguments. Some schedulers need an argument, such as a loss.
     """
     if scheduler is None or isinstance(scheduler, Schedule):
         return

@@ -278,8 +278,8 @@ class GroupStore(Protocol):
     def evaluating(self, *, full_model: bool) -> AbstractContextManager[Callable[[], None]]:
         """A context without gradients, in which forward passes of several batches may take turns.
 
-        It yields a function to call before a paused pass continues. ``full_model`` says whether the
-        passes run the full model, or only this group's subnetwork.
+        The context yields a function, to be called before a paused pass continues. ``full_model``
+        says whether the passes run the full model, or only this group's subnetwork.
         """
         ...
 

@@ -321,7 +321,7 @@ class Evaluation:
 
     Attributes:
         is_running: Whether the engine itself evaluates now. Then a pass does not warn.
-        is_replaced: Whether every pass in evaluation mode runs the full model. Then none warns.
+        is_replaced: Whether every pass in evaluation mode runs the full model. Then no pass warns.
     """
 
     def __init__(self) -> None:

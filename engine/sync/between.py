@@ -241,7 +241,7 @@ class BetweenGroups:
     def norm_and_loss(self, loss: torch.Tensor, loss_scale: float = 1.0) -> tuple[float, float]:
         """Return the norm of the full model's gradient, and the mean loss of all ranks. Collective.
 
-        Both are equal on all ranks. They need one message, so the host waits only once.
+        Norm and loss are equal on all ranks. One message has both, so the host waits only once.
 
         Args:
             loss: this rank's loss, a float64 scalar.

@@ -301,7 +301,7 @@ def offsets_in_partition(parameters: Sequence[nn.Parameter]) -> list[int]:
     """Return where each parameter begins in ZeRO's flat tensor, counted from the first parameter.
 
     At stage 3 the flat tensor has only this rank's partition of each parameter. The result is -1
-    for a parameter that is in another tensor than the first parameter.
+    for a parameter that is not in the flat tensor of the first parameter.
     """
     tensors = [stored_tensor(parameter) for parameter in parameters]
     storage = tensors[0].untyped_storage().data_ptr()
