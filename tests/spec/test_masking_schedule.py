@@ -15,18 +15,8 @@ import torch
 from sdp.engine.accounting.memory_probe import peak_tensor_bytes
 from sdp.engine.distributed.collectives import local_tensor
 from sdp.tests.support import models
-from sdp.tests.support.case_tables import (
-    SCHEDULED_STEPS,
-    THERE_AND_BACK,
-    TO_BACKWARD,
-    TO_FORWARD,
-)
-from sdp.tests.support.cases import (
-    Case,
-    data_rank_of,
-    engine_of,
-    one_step,
-)
+from sdp.tests.support.case_tables import SCHEDULED_STEPS, THERE_AND_BACK, TO_BACKWARD, TO_FORWARD
+from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step
 from sdp.tests.support.checkpoints import assert_equal_runs, losses_of, resumed
 from sdp.tests.support.ranks import RankPool
 from torch._subclasses.fake_tensor import FakeTensor

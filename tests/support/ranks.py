@@ -185,7 +185,7 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     gc.collect()
-    _CACHES.extend(_caches("torch.distributed."))
+    _caches("torch.distributed.")  # found before they are frozen
     gc.freeze()  # otherwise each collection after a job takes 0.1 s
     connection.send_bytes(b"ready")
     while True:
@@ -273,13 +273,10 @@ def _send_through_the_host() -> None:
         dist.send, dist.recv, DTensor.full_tensor = send_copy, receive_copy, gather_copy
 
 
-_Cache: Any = type(functools.cache(len))
-_CACHES: list[Any] = []  # those of torch
-
-
+@functools.cache
 def _caches(package: str) -> list[Any]:
     """Return the caches of a package's functions."""
-    found = (one for one in gc.get_objects() if type(one) is _Cache)
+    found = (one for one in gc.get_objects() if type(one) is type(_caches))
     return [one for one in found if one.__module__.startswith(package)]
 
 
@@ -296,7 +293,7 @@ def _leave() -> None:
         dist.destroy_process_group()
     _clear_sharding_prop_cache()  # else DTensors on a mesh of the same ranks would get the names of old groups
     clear_redistribute_planner_cache()
-    for cache in [*_CACHES, *_caches("deepspeed.")]:
+    for cache in _caches("torch.distributed."):
         cache.cache_clear()
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # else the jobs together would reach the limit of compilations of a function
@@ -311,6 +308,8 @@ def _leave_deepspeed() -> None:
     for engine in [one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine)]:
         engine.destroy()
     FWD_MODULE_STACK.clear()
+    for cache in _caches("deepspeed."):
+        cache.cache_clear()
     # ZeRO 3 compares numbers across ranks that it takes from counters of the process. The ranks of
     # the pool ran different jobs before, so the counters are reset.
     defaults = DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__

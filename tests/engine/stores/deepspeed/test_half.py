@@ -14,15 +14,7 @@ import torch
 import torch.distributed as dist
 from sdp.engine.errors import NonFiniteError
 from sdp.tests.support import models
-from sdp.tests.support.cases import (
-    Case,
-    engine_of,
-    mean_loss,
-    oracle_of,
-    rate_of,
-    said,
-    zero_of,
-)
+from sdp.tests.support.cases import Case, engine_of, mean_loss, oracle_of, rate_of, said, zero_of
 from sdp.tests.support.deepspeed_runs import FP16, float16_here
 from sdp.tests.support.ranks import RankPool
 
