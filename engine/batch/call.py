@@ -262,7 +262,8 @@ class LossWeights:
         """
         if isinstance(weight, torch.Tensor) and weight.numel() == 1:
             return weight.detach().to(device).double().reshape(())
-        numbers = checked_weights(weight if isinstance(weight, list | tuple) else [weight])
+        given = weight.flatten().tolist() if isinstance(weight, torch.Tensor) else weight
+        numbers = checked_weights(given if isinstance(given, list | tuple) else [given])
         if len(numbers) != 1:
             raise ConfigError(
                 f"backward: weight has {len(numbers)} numbers; give one number, the weight of this rank's loss"

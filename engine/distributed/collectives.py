@@ -6,7 +6,7 @@ Bytes are counted as in ring algorithms over n ranks (like the "bus bandwidth" o
 - reduce-scatter, all-gather: a rank sends (n − 1)/n of the whole buffer.
 - broadcast: every rank except the last one of the ring sends the buffer once.
 
-Between the modules that tensor parallelism cuts, hidden states are cut along the sequence
+From one residual block to the next, hidden states are cut along the sequence
 (Korthikanti et al., arXiv 2205.05198). They are gathered before a module whose output features are
 cut, and reduce-scattered after a module whose input features are cut. In backward, the two
 collectives change places. Logits are not gathered for the loss (Shoeybi et al., arXiv 1909.08053).

@@ -198,6 +198,7 @@ def _refused() -> list[str]:
     refuse(-1.0)
     refuse(float("nan"))
     refuse([1.0, 2.0])
+    refuse(torch.tensor([1.0, 2.0]))
     refuse(2.0, training={"loss_weighting": "ranks"})
     refuse(0.0, DataError)
     return messages
@@ -206,7 +207,7 @@ def _refused() -> list[str]:
 def test_weights_that_cannot_be_honoured_are_one_line(ranks: RankPool) -> None:
     (messages,) = ranks.run(_refused, world=1)
     expected = [
-        "not negative", "not negative", "weight has 2 numbers", "contradicts", "no micro-batch of this step",
+        "not negative", "not negative", *["weight has 2 numbers"] * 2, "contradicts", "no micro-batch of this step",
     ]  # fmt: skip
     for message, part in zip(messages, expected, strict=True):
         assert part in message
