@@ -150,8 +150,8 @@ def _cut(
 def values_to_give(model: nn.Module, config: Config, layout: Layout) -> list[ModuleInit] | None:
     """Plan how the parameters get their initial values, or return None if the model has weights.
 
-    Raises ModelError if only some parameters have values, or if ``training.init_from`` is set for a
-    model that has weights already, or names the files of another model.
+    Raises ModelError if only some parameters have values. Raises it also if ``training.init_from``
+    is set for a model that has weights already, or if its files are those of another model.
     """
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta and len(on_meta) < len(layout.by_path):

@@ -271,10 +271,10 @@ class LossWeights:
         return torch.tensor(numbers[0], dtype=torch.float64, device=device)
 
     def begin_after(self, losses: Sequence[torch.Tensor], accumulation: int) -> None:
-        """Add, with weight 1, the micro-batches of this step before the first that has a weight.
+        """Add the earlier micro-batches of this step, which had no weight, with weight 1.
 
         Args:
-            losses: the mean losses of the earlier micro-batches.
+            losses: the mean losses of these micro-batches.
             accumulation: the number by which these losses were divided before backward.
         """
         for loss in losses:

@@ -228,8 +228,8 @@ class SavedState:
     def finish_load(self) -> None:
         """Copy loaded scalars, such as step counts, to where the optimizer keeps them.
 
-        A load fills one tensor for all slices of a parameter. Some optimizers store a plain number,
-        which a load cannot fill.
+        This is necessary because a load fills only tensors, and only one of them for all slices of
+        a parameter. An optimizer may have a plain number, or a tensor for each slice.
         """
         for first, other in self._twins:
             if other is not first:

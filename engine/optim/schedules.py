@@ -242,8 +242,8 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: Optimizer) 
     unresolved = next((key for key, value in params.items() if value == "auto"), None)
     if unresolved is not None:
         raise ConfigError(
-            f'scheduler.params.{unresolved}: "auto" needs a number of steps; set this key, or training.steps, or give '
-            "sdp.initialize the script's arguments as args, with max_steps"
+            f'scheduler.params.{unresolved}: "auto" needs a number of steps; set this key or training.steps, or pass '
+            "the script's arguments, which must have max_steps, to sdp.initialize as args"
         )
     settings = read_scheduler_params(type, params)
     return _SCHEDULES[type](optimizer, settings)  # type: ignore[call-arg]

@@ -65,6 +65,6 @@ def require_even(units: Sequence[Unit], cuts: Mapping[str, int | None], ranks: i
                 )
         if unit.neurons % ranks:
             raise ModelError(
-                f"{unit.name}: {unit.neurons} neurons (of attention: key/value heads) cannot be cut evenly among {TP} "
+                f"{unit.name}: {unit.neurons} neurons (in attention, key/value heads) cannot be cut evenly among {TP} "
                 f"= {ranks} ranks; choose sdp.neuron_groups so that every group has a multiple of {ranks}"
             )

@@ -30,10 +30,10 @@ def operators_of(device: Device) -> Iterator[None]:
     float32 number per row. On a CPU, torch composes the function from operators that keep float32
     copies of the input (aten/src/ATen/native/layer_norm.cpp).
 
-    torch uses the kernel if the device has one. So this context registers a kernel for the CPU. The
-    kernel never runs on fake tensors: shapes and the formula of the derivative are torch's own
-    (tools/autograd/derivatives.yaml). On real tensors, the kernel raises RuntimeError. The context
-    also registers flash attention, which models use for documents (sdp.models.layers).
+    torch uses the kernel on every device that has one, so this context registers a kernel for the
+    CPU. With fake tensors it is never called, because torch itself knows its shapes and its
+    derivative (tools/autograd/derivatives.yaml). With real tensors, the kernel raises RuntimeError.
+    The context also registers flash attention, with which models of sdp.models separate documents.
     """
     if device == "cpu":
         yield

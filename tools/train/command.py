@@ -167,7 +167,7 @@ def _serve_and_train(config: Config, options: argparse.Namespace) -> int:
             "--service HOST:PORT"
         )
     if options.check:
-        raise ConfigError("--check: checks no run with a service; add --set sdp.sync.service=null")
+        raise ConfigError("--check: a run with a service cannot be checked; add --set sdp.sync.service=null")
     if options.url is not None:
         raise ConfigError(
             f"--dump-dir {options.url}: the files of a run with sdp.sync.service must be on disk; name a folder"
