@@ -124,7 +124,7 @@ def open_writers(
         config: The configuration, with sections ``tensorboard``, ``csv_monitor`` and ``wandb``.
         folder: The folder of a run, for curves of sections without ``output_path``. After a resume,
             new points replace older points of the same and later steps. If None, a script writes
-            curves: the folder is then ``runs/JOB_NAME``, and new points are added to older points.
+            curves: these sections use ``runs/JOB_NAME``, and new points are added to older points.
         wandb_options: Further arguments of ``wandb.init``.
 
     Raises:

@@ -515,7 +515,7 @@ class SDPEngine:
         return self.last_steps.skipped_until()
 
     def skipped_until(self, step: int) -> int:
-        """Return how many steps were skipped up to ``step``, the last or a recent local step."""
+        """Count the skipped steps up to ``step``, which is the last step or a recent local step."""
         return self.last_steps.skipped_until(step)
 
     @property

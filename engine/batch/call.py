@@ -215,7 +215,7 @@ def to_device(batch: Any, device: torch.device, *, non_blocking: bool = True) ->
     """Return a copy of a batch with every tensor on ``device``.
 
     With ``non_blocking``, the device may still copy page-locked tensors of ``batch`` after the
-    return, so do not change them at once.
+    return. Do not change these tensors before the device has copied them.
     """
     return map_leaves(
         lambda leaf: leaf.to(device, non_blocking=non_blocking) if isinstance(leaf, torch.Tensor) else leaf, batch

@@ -214,7 +214,7 @@ def evaluation_batches(
         limit: The largest number of batches per data rank. None means no limit.
         collate_fn: Makes a batch from a list of samples.
         drop_last: Whether samples are left out that do not fill a batch on all data ranks. If
-            False, all samples are read, unless ``limit`` ends the evaluation before. The last
+            False, all samples are read, unless ``limit`` ends the evaluation earlier. The last
             batch of a rank may then be smaller or missing.
 
     Raises:

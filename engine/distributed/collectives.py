@@ -6,10 +6,10 @@ Bytes are counted as in ring algorithms over n ranks (like the "bus bandwidth" o
 - reduce-scatter, all-gather: a rank sends (n − 1)/n of the whole buffer.
 - broadcast: every rank except the last one of the ring sends the buffer once.
 
-From one residual block to the next, hidden states are cut along the sequence
-(Korthikanti et al., arXiv 2205.05198). They are gathered before a module whose output features are
-cut, and reduce-scattered after a module whose input features are cut. In backward, the two
-collectives change places. Logits are not gathered for the loss (Shoeybi et al., arXiv 1909.08053).
+Outside of residual branches, hidden states are cut along the sequence (Korthikanti et al., arXiv
+2205.05198). They are gathered before a module whose output features are cut, and reduce-scattered
+after a module whose input features are cut. In backward, the two collectives change places. Logits
+are not gathered for the loss (Shoeybi et al., arXiv 1909.08053).
 
 Letters in shapes: B sequences, S tokens, V vocabulary, D hidden features, T tensor-parallel ranks,
 N rows of logits.
@@ -86,9 +86,9 @@ Among = tuple[Scope, Kind, tuple[int, ...]]
 
 
 class Collective(NamedTuple):
-    """Sums up all collectives of one kind, with one purpose (``scope``), among the same ranks.
+    """The sum of all collectives of one kind, with one purpose (``scope``), among the same ranks.
 
-    ``nbytes`` is the sum of the bytes of their whole (unsharded) buffers.
+    ``nbytes`` has the bytes of all whole (unsharded) buffers of these collectives.
     """
 
     scope: Scope

@@ -1,8 +1,8 @@
 """Tensor parallelism inside a group.
 
-A model's ``tensor_parallel_plan()`` says for each module how its parameters are cut. From
-one residual block to the next, hidden states are cut along the sequence. What a rank has of a
-matrix is a plain tensor, so FSDP2 or ZeRO can shard it further without code for tensor parallelism.
+A model's ``tensor_parallel_plan()`` says for each module how its parameters are cut. Outside of
+residual branches, hidden states are cut along the sequence. What a rank has of a matrix is a plain
+tensor, so FSDP2 or ZeRO can shard it further without code for tensor parallelism.
 """
 
 from __future__ import annotations

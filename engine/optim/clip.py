@@ -223,7 +223,7 @@ class LastSteps:
         return newest.skipped > 0 if newest is not None else self._in_a_row > 0
 
     def skipped_until(self, step: int | None = None) -> int:
-        """Return how many steps were skipped so far, or up to ``step``, a recent local step."""
+        """Count the skipped steps: all so far, or those up to ``step``, a recent local step."""
         return self._skipped + self._local.skipped_steps(step)
 
     def start_at(self, skipped: int) -> None:

@@ -303,7 +303,7 @@ class ServedRun:
                     log.info("unit %s is trained again", unit)
             elif unit not in self.orphans:
                 self.orphans[unit] = self.closed
-                log.warning("unit %s: none of its holders %s sent changes; its weights stay as they are", unit, groups)
+                log.warning("unit %s: no changes came in time from holders %s; its weights do not change", unit, groups)
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -161,7 +161,7 @@ class Membership:
 
     @contextmanager
     def lent(self, store: GroupStore, path: int) -> Iterator[None]:
-        """A context in which the group has the service's weights of a ``path``. Collective."""
+        """A context with the service's weights of a path in the model. Collective in the group."""
         others, names = store.layout.parameters_at(path), store.layout.parameters
         lent = {name: info for name in store.stepped if (info := others[names[name].path]).name != name}
         store.reshard()

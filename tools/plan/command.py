@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare plans of DDP, FSDP, HSDP, ZeRO-2, a smaller dense model, DiLoCo and SDP",
     )
-    parser.add_argument("--html", metavar="FILE", help="also write an HTML page: a map of units, bars of memory")
+    parser.add_argument("--html", metavar="FILE", help="also write an HTML page with a map of units and bars of memory")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
 
 

@@ -44,7 +44,7 @@ def model_and_batch(config: Config) -> tuple[Callable[[], nn.Module], Callable[[
 
 
 def facts_of(config: Config) -> dict[str, int]:
-    """Return the sizes that the model must fit, from prepared data, or else from ``config``."""
+    """Return the sizes that the model must fit, from the data if possible, else from ``config``."""
     data, model = config.data, config.model
     if data.name in ("digits", "cifar10", "cifar100"):
         return facts_of_set(data.name)
