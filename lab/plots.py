@@ -170,13 +170,18 @@ def draw_uniform_holders() -> None:
 
 def draw_paths() -> None:
     """Draw loss against rate and prompt, and how far each row is ahead of the dense model."""
-    after, by_row = read("paths/prompts"), dict[str, dict[float, dict[int, dict[str, Any]]]]()
-    for name, found in after.items():
-        row, _, rest = name.partition("-prefix_64-lr")
-        rate, _, seed = rest.partition("-seed")
-        by_row.setdefault(row, {}).setdefault(float(rate), {})[int(seed)] = found
-    best = {row: min(rates.values(), key=lambda seeds: seeds[0]["64"]["loss"]) for row, rates in by_row.items()}
+
+    def of_runs(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a file's runs by row, rate and seed, and those with the best rate by row and seed."""
+        by_row = dict[str, dict[float, dict[int, dict[str, Any]]]]()
+        for run, found in read(name).items():
+            row, _, rest = run.partition("-prefix_64-lr" if "-prefix_64-lr" in run else "-large-lr")
+            rate, _, seed = rest.partition("-seed")
+            by_row.setdefault(row, {}).setdefault(float(rate), {})[int(seed)] = found
+        return by_row, {row: min(r.values(), key=lambda seeds: seeds[0]["64"]["loss"]) for row, r in by_row.items()}
+
     figure, (rates, prompts, leads) = new_figure(13, 3.8, 3)
+    by_row, best = of_runs("paths/prompts_large")
     for row, colour in (("dense", GREY), ("paths_half_shared", SDP)):
         tried, label = sorted(by_row[row]), row.replace("paths_", "paths, ").replace("_", " ")
         losses = [by_row[row][rate][0]["64"]["loss"] for rate in tried]
@@ -184,10 +189,10 @@ def draw_paths() -> None:
         lengths = ["16", "64", "128"]
         means = [mean([found[length]["loss"] for found in best[row].values()]) for length in lengths]
         prompts.plot(lengths, means, "o-", color=colour, label=label)
-    rates.set(
-        title="After 64 bytes, seed 0", xlabel="learning rate", ylabel="held-out loss (nats a byte)", xscale="log"
-    )
-    prompts.set(title="Mean of the seeds, best rate", xlabel="bytes of the prompt")
+    rates.set(title="Width 48: 64 bytes, seed 0", xlabel="learning rate", ylabel="held-out loss (nats a byte)")
+    rates.set(xscale="log")
+    prompts.set(title="Width 48: mean of the seeds", xlabel="bytes of the prompt")
+    _, best = of_runs("paths/prompts")
     rates.set_xticks([0.008, 0.016, 0.032, 0.064], ["0.008", "0.016", "0.032", "0.064"])
     rates.minorticks_off()
     rates.legend(frameon=False)
@@ -199,7 +204,7 @@ def draw_paths() -> None:
     for row in sorted(ahead, key=lambda row: mean(ahead[row])):
         leads.plot(ahead[row], [row] * len(ahead[row]), "o", color=SDP)
     leads.axvline(0, color=GREY)
-    leads.set(title="Ahead of dense, each seed", xlabel="nats a byte after 64 bytes")
+    leads.set(title="Width 32: ahead of dense, each seed", xlabel="nats a byte after 64 bytes")
     save(figure, "paths/plot")
 
 
