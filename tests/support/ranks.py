@@ -184,13 +184,16 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gc.collect()
     _caches("torch.distributed.")  # found before they are frozen
-    gc.freeze()  # otherwise each collection after a job takes 0.1 s
     connection.send_bytes(b"ready")
+    frozen = 0
     while True:
         try:
             job = pickle.loads(connection.recv_bytes())
+            if len(sys.modules) > frozen:  # otherwise each collection after a job takes 0.1 s
+                gc.collect()
+                gc.freeze()
+                frozen = len(sys.modules)
             answer = _answer(*job)
             gc.collect()
             connection.send_bytes(answer)
