@@ -172,7 +172,7 @@ def draw_paths() -> None:
     """Draw loss against rate and prompt, and how far each row is ahead of the dense model."""
 
     def of_runs(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return a file's runs by row, rate and seed, and those with the best rate by row and seed."""
+        """Return runs by row, rate and seed, and those with the best rate by row and seed."""
         by_row = dict[str, dict[float, dict[int, dict[str, Any]]]]()
         for run, found in read(name).items():
             row, _, rest = run.partition("-prefix_64-lr" if "-prefix_64-lr" in run else "-large-lr")
