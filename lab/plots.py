@@ -248,7 +248,7 @@ def draw_given_model() -> None:
         if rate == best[method]:
             losses.setdefault(text, {}).setdefault(method, {}).setdefault(int(tokens), []).append(loss)
     kinds = {"full": "black", "sdp 0.25": SDP, "sdp 0.25, every 20": COLOURS[5], "lora 0.25": COLOURS[1],
-             "badam 0.25": COLOURS[2], "last 0.25": GREY}  # fmt: skip
+             "lora 0.25, with the rest": COLOURS[4], "badam 0.25": COLOURS[2], "last 0.25": GREY}  # fmt: skip
     figure, panels = new_figure(10, 4.2, len(losses))
     for axes, (text, methods) in zip(panels, losses.items(), strict=True):
         for method, colour in kinds.items():

@@ -91,7 +91,7 @@ BAD = {
     ),
     "a bias": (
         lambda folder: change_config(folder, attention_bias=True), ["--set", "model.name=llama"],
-        "attention_bias True is not supported, only False; take",
+        "attention_bias True is not supported, only False; set",
     ),
     "a missing bias": (
         lambda folder: change_config(folder, attention_bias=True), [],
