@@ -76,7 +76,7 @@ def test_memory_is_at_most_three_times_the_longest_document(tmp_path, text):
     ids=str,
 )
 def test_memory_is_at_most_three_times_the_longest_document_of_parquet(tmp_path, options):
-    size = 80 * MIB
+    size = 48 * MIB
     text = base64.b64encode(random.Random(0).randbytes(size // 4 * 3)).decode()
     for name, long in (("a", text), ("b", "text")):
         table = pyarrow.table({"text": ["short", long, "last"]})
