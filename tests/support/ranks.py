@@ -30,8 +30,8 @@ from torch.distributed import TCPStore
 from .forks.server import fork_context
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=240)  # ranks that share two loaded cores are slow, not stuck
-# gloo's threads live as long as anything knows their process group. Each wakes 100 times a second,
-# also when it has nothing to do. A job with three engines has 60 until its rank has left them.
+# A process group has threads of gloo until nothing refers to it any more. Such a thread runs 100
+# times a second, even without work. A job with three engines has 60 threads when it ends.
 MOST_THREADS = 100
 START_SECONDS = 300.0  # the server imports torch first, perhaps on busy cores
 GRACE_SECONDS = 4.0  # for the other ranks, once one has failed
