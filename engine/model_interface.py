@@ -8,7 +8,7 @@ no other import from the engine. The engine calls hooks through the ``get_…`` 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -43,6 +43,29 @@ class Branch:
     three_parts: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
     flops: int = 0
+
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Describes tensors that weight files store in another form than the model.
+
+    For example, a file has a matrix for each expert, and the model has all experts in one tensor.
+
+    Attributes:
+        names: The names of the model's tensors.
+        parts: The keys of the files' tensors, in parts. The rows (indices in the first dimension)
+            of the model's tensors are divided evenly among the parts, in order.
+        join: Given the number of a part and its tensors by key, returns the rows by name.
+        split: Given the number of a part and its rows by name, returns the tensors by key.
+    """
+
+    names: tuple[str, ...]
+    parts: Sequence[tuple[str, ...]]
+    join: Callable[[int, Tensors], Tensors]
+    split: Callable[[int, Tensors], Tensors]
 
 
 @dataclass(frozen=True)
@@ -201,6 +224,13 @@ class ModelHooks(Protocol):
         """
         ...
 
+    def weight_conversions(self, keys: Collection[str]) -> list[Conversion]:
+        """A model may define this hook to read and write weight files of another form.
+
+        ``keys`` are those of the files. A key of a conversion is not given to ``canonical_name``.
+        """
+        ...
+
     def sharding_groups(self) -> list[str]:
         """A model may define this hook to list modules that FSDP2 shall gather one by one.
 
@@ -275,13 +305,18 @@ def get_parameter_init(model: nn.Module) -> Callable[[str], Init] | None:
     return _find_method(model, "parameter_init")
 
 
-def get_canonical_name(model: nn.Module) -> Callable[[str], str | None]:
-    """Return the function that maps keys of weight files to names of the model's tensors.
+def find_tensors(model: nn.Module, keys: Collection[str]) -> tuple[dict[str, str], list[Conversion]]:
+    """Find the model's tensors that weight files with these ``keys`` have.
 
-    This is the model's method ``canonical_name``. If the model lacks this hook, the function
-    returns the key itself.
+    Returns the tensor's name for each key, and descriptions of tensors that are stored in another
+    form. The model's hooks ``canonical_name`` and ``weight_conversions`` decide. Without them, the
+    keys are the names.
     """
-    return _find_method(model, "canonical_name") or (lambda key: key)
+    convert, canonical = _find_method(model, "weight_conversions"), _find_method(model, "canonical_name")
+    conversions: list[Conversion] = convert(keys) if convert is not None else []
+    taken = {key for conversion in conversions for part in conversion.parts for key in part}
+    names = {key: canonical(key) if canonical is not None else key for key in keys if key not in taken}
+    return {key: name for key, name in names.items() if name is not None}, conversions
 
 
 def get_sharding_groups(model: nn.Module) -> list[str]:

@@ -8,9 +8,11 @@ as they are.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from ..engine.errors import ConfigError, ModelError, shorten
 from ..engine.json_files import read_json_file
-from ..engine.model_interface import Branch
+from ..engine.model_interface import Branch, Conversion, Tensors
 from .sections import HuggingFaceConfig
 
 
@@ -81,34 +83,73 @@ def build(section: HuggingFaceConfig) -> nn.Module:
     finally:
         logging.set_verbosity(verbosity)
     config.use_cache = False  # training does not need cached keys and values
-    object.__setattr__(model, "canonical_name", _canonical_name(model, get_model_conversion_mapping(model)))
+    _add_file_hooks(model, get_model_conversion_mapping(model))
     return model
 
 
-def _canonical_name(model: Any, conversions: list[Any]) -> Callable[[str], str | None]:
-    """Make the hook ``canonical_name``: keys of files become names as in ``from_pretrained``."""
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+def _add_file_hooks(model: Any, mapping: list[Any]) -> None:
+    """Give ``model`` the hooks that read weight files as ``from_pretrained`` does."""
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     kept = dict.fromkeys(model.state_dict(), True)
     computed = {name for name, _ in model.named_buffers()} - kept.keys()
     # Tables that older versions of transformers wrote to files.
     ignored = re.compile("|".join([r"rotary_emb\.inv_freq$", *(model._keys_to_ignore_on_load_unexpected or ())]))
-    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
-    converters = [conversion for conversion in conversions if isinstance(conversion, WeightConverter)]
-    prefix, kind = model.base_model_prefix, type(model).__name__
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    converter_of = {pattern: one for one in converters for pattern in one.source_patterns}
+
+    def renamed(key: str) -> tuple[str, str | None]:
+        if key in kept:
+            return key, None
+        return rename_source_key(key, renamings, converters, model.base_model_prefix, kept)
 
     def canonical_name(key: str) -> str | None:
-        if key in kept:
-            return key
-        name, converted = rename_source_key(key, renamings, converters, prefix, kept)
-        if converted is not None:
-            raise ModelError(
-                f"training.init_from: {key!r} cannot be read alone, because {kind} joins it with other tensors of the "
-                "files; load the model with from_pretrained in a script, and give it to sdp.initialize"
-            )
+        name, _ = renamed(key)
         return None if name in computed or (name not in kept and ignored.search(key)) else name
 
-    return canonical_name
+    def weight_conversions(keys: Collection[str]) -> list[Conversion]:
+        found: dict[str, dict[str, str]] = {}  # by name: keys of files and their patterns
+        for key in sorted(keys, key=dot_natural_key):
+            name, pattern = renamed(key)
+            if pattern is not None and name in kept:
+                found.setdefault(name, {})[key] = pattern
+        return [_conversion(model, name, of, converter_of[next(iter(of.values()))]) for name, of in found.items()]
+
+    object.__setattr__(model, "canonical_name", canonical_name)
+    object.__setattr__(model, "weight_conversions", weight_conversions)
+
+
+def _conversion(model: Any, name: str, pattern_of: Mapping[str, str], converter: Any) -> Conversion:
+    """Describe a ``WeightConverter`` of transformers. If it stacks experts, each is a part.
+
+    ``name`` is the first of the model's tensors. ``pattern_of`` has the keys of the files' tensors
+    in order, each with its pattern of the converter.
+    """
+    from transformers.core_model_loading import Concatenate, MergeModulelist, apply_converters
+
+    patterns, first, *later = converter.source_patterns, *converter.operations
+    columns = [[key for key, own in pattern_of.items() if own == pattern] for pattern in patterns]
+    stacks = isinstance(first, MergeModulelist) and first.dim == 0
+    stacks = stacks and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in later)
+    is_complete = len({len(column) for column in columns}) == 1
+    parts = list(zip(*columns, strict=True)) if stacks and is_complete else [tuple(itertools.chain(*columns))]
+
+    def join(_: int, tensors: Tensors) -> Tensors:
+        once = copy.deepcopy(converter)  # it keeps the tensors that it is given
+        for key, tensor in tensors.items():
+            once.add_tensor(name, key, pattern_of[key], tensor)
+        return once.convert(name, model=model, config=model.config)
+
+    def split(part: int, rows: Tensors) -> Tensors:
+        once, target = converter.reverse_transform(), name
+        for own, tensor in rows.items():
+            target, pattern = apply_converters(own, [once])
+            once.add_tensor(target, own, pattern, tensor)
+        return dict(zip(parts[part], once.convert(target, model=model, config=model.config).values(), strict=True))
+
+    names = tuple(name.replace(converter.target_patterns[0], pattern) for pattern in converter.target_patterns)
+    return Conversion(names, parts, join, split)
 
 
 # A branch: the module before which its weights are needed, what counts its neurons, and the

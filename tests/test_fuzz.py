@@ -232,10 +232,7 @@ names = [fuzz.__name__ for fuzz in COMMANDS]
 def test_what_is_mutated_is_good(tmp_path: Path) -> None:
     """Else every input would be refused for the same reason."""
     (tmp_path / "run.json").write_text(CONFIG)
-    for words in (
-        ["config", str(tmp_path / "run.json")],
-        ["plan", str(tmp_path / "run.json"), "--world", "2"],
-    ):
+    for words in (["config", str(tmp_path / "run.json")], ["plan", str(tmp_path / "run.json"), "--world", "2"]):
         assert main(words) == 0
     for number, text in enumerate(OTHERS):
         (tmp_path / f"{number}.json").write_text(text)

@@ -7,12 +7,13 @@ exported.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from ..engine.checkpoint.storage.files import damaged_file
 from ..engine.environment.process import cache_folder
 from ..engine.errors import CheckpointError, ConfigError, escape
 from ..engine.json_files import read_json_file
-from ..engine.model_interface import get_canonical_name
+from ..engine.model_interface import Conversion, Tensors, find_tensors
 from ..engine.object_store import Store, is_url, upload
 from ..models.registry import build_model, huggingface_config
 from .runs import saved_run
@@ -145,10 +146,9 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
     if (damage := damaged_file(saved.checkpoint, saved.state["files"])) is not None:
         raise CheckpointError(damage)
     keys, prefix = keys_in(saved.checkpoint), f"paths.{path}."
-    tensors = {
-        key: tensor._replace(name=prefix + tensor.name) if f"model/{prefix}{tensor.name}" in keys else tensor
-        for key, tensor in tensors.items()
-    }
+    for key, one in tensors.items():
+        names = {name: prefix + name if f"model/{prefix}{name}" in keys else name for name, _ in one.sources}
+        tensors[key] = one._replace(sources=tuple((names[name], shape) for name, shape in one.sources))
     partial = out.parent / f".{out.name}.{os.getpid()}"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -173,11 +173,16 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the written files: its name in the checkpoint, its shape and its type."""
+    """A tensor of the written files: its shape and type, and how it is made.
 
-    name: str
+    ``sources`` are the names and shapes of tensors of the checkpoint. ``split`` makes this and
+    other tensors from them, by key.
+    """
+
     shape: torch.Size
     dtype: torch.dtype
+    sources: tuple[tuple[str, torch.Size], ...]
+    split: Callable[[Sequence[torch.Tensor]], Tensors]
 
 
 def _of_this_package(model: nn.Module, dtype: torch.dtype | None) -> dict[str, _Tensor]:
@@ -190,21 +195,40 @@ def _of_this_package(model: nn.Module, dtype: torch.dtype | None) -> dict[str, _
         *model.named_parameters(),
         *((name, buffer) for name, buffer in model.named_buffers() if name in persistent),
     )
-    return {name: _Tensor(name, tensor.shape, dtype or torch.float32) for name, tensor in tensors}
+    kind = dtype or torch.float32
+    return {n: _Tensor(t.shape, kind, ((n, t.shape),), functools.partial(_unchanged, [n])) for n, t in tensors}
 
 
-def _as_at_the_start(model: nn.Module, keys: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, _Tensor]:
-    """The tensors of the model that the run started from, with that model's names and order."""
-    canonical, state = get_canonical_name(model), model.state_dict(keep_vars=True)
+def _as_at_the_start(model: nn.Module, kinds: Mapping[str, str], dtype: torch.dtype | None) -> dict[str, _Tensor]:
+    """The tensors of the model that the run started from, with that model's names and order.
+
+    ``kinds`` has the type of each tensor of that model.
+    """
+    state, plain = model.state_dict(keep_vars=True), {key.replace("_orig_mod.", ""): key for key in kinds}
     first = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
-    found = {}
-    for key, kind in keys.items():
-        name = canonical(key.replace("_orig_mod.", ""))
-        if name is not None:
-            known = _DTYPES.get(kind)
-            tensor = state[name]
-            found[key] = _Tensor(first[id(tensor)], tensor.shape, tensor.dtype if known is None else dtype or known)
-    return found
+    names, conversions = find_tensors(model, plain)
+    keys_of, found = dict[str, list[str]](), dict[str, _Tensor]()
+    for key, name in names.items():  # a tied tensor may have two keys
+        keys_of.setdefault(first[id(state[name])], []).append(plain[key])
+    splits = [((name,), functools.partial(_unchanged, keys)) for name, keys in keys_of.items()]
+    for split_names, split in splits + [(one.names, functools.partial(_split, one, plain)) for one in conversions]:
+        tensors = [state[name] for name in split_names]
+        sources = tuple((first[id(tensor)], tensor.shape) for tensor in tensors)
+        for key, piece in split([torch.empty_like(tensor, device="meta") for tensor in tensors]).items():
+            known = _DTYPES.get(kinds[key])
+            found[key] = _Tensor(piece.shape, piece.dtype if known is None else dtype or known, sources, split)
+    return {key: found[key] for key in kinds if key in found}
+
+
+def _unchanged(keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> Tensors:
+    return {key: tensors[0].clone() if number else tensors[0] for number, key in enumerate(keys)}
+
+
+def _split(conversion: Conversion, plain: Mapping[str, str], tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Split tensors of the model into those of the files, by their keys ``plain`` in the files."""
+    rows = zip(*(tensor.chunk(len(conversion.parts)) for tensor in tensors), strict=True)
+    pieces = (conversion.split(part, dict(zip(conversion.names, of, strict=True))) for part, of in enumerate(rows))
+    return {plain[key]: piece for found in pieces for key, piece in found.items()}
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -229,13 +253,15 @@ def _write_weights(path: Path, out: Path, tensors: Mapping[str, _Tensor], limit:
     files = [f"{WEIGHTS}-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
     files = files if len(shards) > 1 else [f"{WEIGHTS}.safetensors"]
     for file, keys in zip(files, shards, strict=True):
-        written = {key: torch.empty(tensors[key].shape, dtype=tensors[key].dtype) for key in keys}
-        loaded = {tensors[key].name: written[key] for key in keys}
+        makers = {tensors[key].sources: tensors[key] for key in keys}
+        loaded = {name: torch.empty(shape, dtype=makers[of].dtype) for of in makers for name, shape in of}
         load(path, weights_of(loaded), files={}, alone=True)  # the hashes were checked before
-        for key in keys:  # a tied tensor may have two keys
-            written[key].copy_(loaded[tensors[key].name])
+        written = {}
+        for sources, one in makers.items():
+            pieces = one.split([loaded.pop(name) for name, _ in sources]).items()
+            written |= {key: piece.to(tensors[key].dtype).contiguous() for key, piece in pieces if key in keys}
         save_file(written, out / file, metadata={"format": "pt"})
-        del written, loaded  # frees them before the tensors of the next file are allocated
+        del written, loaded, pieces  # frees them before the tensors of the next file are allocated
     if len(files) > 1:
         total = sum(tensor.shape.numel() for tensor in tensors.values())
         file_of = {key: file for file, keys in zip(files, shards, strict=True) for key in keys}

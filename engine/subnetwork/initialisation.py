@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from torch import nn
 
 from ..errors import ModelError, shorten
 from ..json_files import read_json_file
-from ..model_interface import Constant, Init, Normal, Table, get_canonical_name, get_parameter_init
+from ..model_interface import Constant, Conversion, Init, Normal, Table, find_tensors, get_parameter_init
 from ..placement.layout import Layout
 from ..placement.tensor_info import TensorInfo
 
@@ -288,11 +288,17 @@ class WeightFiles:
         """Return the type of every tensor, as safetensors names it (for example "BF16")."""
         return {key: tensor.get_dtype() for key, tensor in self._tensors.items()}
 
-    def obstacle(self, key: str, info: TensorInfo) -> str | None:
-        """Return why the file's tensor ``key`` does not fit the model's ``info``, or None."""
-        shape, dtype = tuple(self._tensors[key].get_shape()), self._tensors[key].get_dtype()
-        if shape != tuple(info.full_shape):
-            return f"has shape {shape} in the files, and {tuple(info.full_shape)} in the model"
+    def shape(self, key: str) -> tuple[int, ...]:
+        return tuple(self._tensors[key].get_shape())
+
+    def obstacle(self, key: str, info: TensorInfo, shape: Sequence[int]) -> str | None:
+        """Return why the file's tensor ``key`` does not fit the model's ``info``, or None.
+
+        ``shape`` is that of the tensor, or of a tensor of the model that is made of it.
+        """
+        dtype = self._tensors[key].get_dtype()
+        if tuple(shape) != tuple(info.full_shape):
+            return f"has shape {tuple(shape)} in the files, and {tuple(info.full_shape)} in the model"
         if info.dtype.is_floating_point and dtype not in _FLOATS:
             return (
                 f"is {dtype} in the files, which is not a plain floating-point format; training cannot start from "
@@ -313,31 +319,73 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
     key in the files to a tensor. ``directory`` is only for messages, because ``files`` may be a
     converted copy. Raises ModelError unless files and model have the same tensors.
     """
-    canonical, buffers = get_canonical_name(model), layout.buffers_at(0)
+    buffers = layout.buffers_at(0)
     plain = {key.replace("_orig_mod.", ""): key for key in files.keys()}  # noqa: SIM118  a compiled model was saved
-    keys = {name: key for shown, key in plain.items() if (name := canonical(shown)) is not None}
+    found, conversions = find_tensors(model, plain)
+    keys, joined = {name: plain[key] for key, name in found.items()}, {n: one for one in conversions for n in one.names}
     names_of: dict[str, list[str]] = {path: [path] for path in (*layout.by_path, *buffers)}
     for alias, name in layout.aliases.items():
         names_of[name].append(alias)
     fillers: dict[str, Filler] = {}
     for name, names in names_of.items():
+        info = layout.by_path[name][0] if name in layout.by_path else buffers[name]
+        if (source := next((other for other in names if other in joined), None)) is not None:
+            fillers[name] = _joining(files, directory, plain, joined[source], source, info)
+            continue
         key = next((keys[other] for other in names if other in keys), None)
         if key is None:
             raise ModelError(
                 f"training.init_from: {directory} has no {name!r}, so these weights belong to "
                 "another model; give the directory of this model"
             )
-        info = layout.by_path[name][0] if name in layout.by_path else buffers[name]
-        if (obstacle := files.obstacle(key, info)) is not None:
+        if (obstacle := files.obstacle(key, info, files.shape(key))) is not None:
             raise ModelError(f"training.init_from: {directory}: {key!r} {obstacle}")
         fillers[name] = partial(files.fill, key=key)
-    unknown = keys.keys() - {name for names in names_of.values() for name in names}
-    if unknown:
+    known = {name for names in names_of.values() for name in names}
+    if unknown := [keys[name] for name in keys.keys() - known] + sorted(joined.keys() - known):
         raise ModelError(
-            f"training.init_from: {directory} has {keys[min(unknown)]!r}, which this model does not have, so "
+            f"training.init_from: {directory} has {min(unknown)!r}, which this model does not have, so "
             "these weights belong to another model; give the directory of this model"
         )
     return fillers
+
+
+def _joining(
+    files: WeightFiles, directory: Path, plain: Mapping[str, str], conversion: Conversion, name: str, info: TensorInfo
+) -> Filler:
+    """Return a function that fills the tensor ``name`` from several tensors of ``files``.
+
+    Raises ModelError if they do not fit.
+    """
+
+    def rows(number: int, device: str) -> torch.Tensor:
+        tensors = {}
+        for shown in conversion.parts[number]:
+            tensors[shown] = torch.empty(files.shape(plain[shown]), dtype=info.dtype, device=device)
+            if device != "meta":
+                files.fill(tensors[shown], 0, plain[shown])
+        return conversion.join(number, tensors)[name]
+
+    keys = [plain[shown] for part in conversion.parts for shown in part]
+    alike = {tuple(files.shape(plain[shown]) for shown in part) for part in conversion.parts}
+    try:
+        found = rows(0, "meta").shape
+    except (RuntimeError, KeyError, ValueError):
+        found = None
+    if found is None or len(alike) > 1:
+        reason = f"and similar tensors of the files make no {name!r}: their number or their shapes are wrong"
+        raise ModelError(f"training.init_from: {directory}: {keys[0]!r} {reason}; download or export the model again")
+    shape = (found[0] * len(conversion.parts), *found[1:])
+    if (obstacle := next(filter(None, (files.obstacle(key, info, shape) for key in keys)), None)) is not None:
+        raise ModelError(f"training.init_from: {directory}: {name!r} {obstacle}")
+
+    def fill(out: torch.Tensor, start: int) -> None:
+        count = info.full_shape[0] // len(conversion.parts)
+        for number in range(start // count, -(-(start + len(out)) // count)):
+            first, last = max(start, number * count), min(start + len(out), (number + 1) * count)
+            out[first - start : last - start] = rows(number, "cpu")[first - number * count : last - number * count]
+
+    return fill
 
 
 def filled_from(plan: Sequence[ModuleInit], fillers: dict[str, Filler]) -> list[ModuleInit]:

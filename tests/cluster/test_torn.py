@@ -34,8 +34,7 @@ SECONDS, STEPS = 240.0, 150
 
 
 @pytest.mark.parametrize(
-    ("launcher", "words"),
-    [("Open MPI", OPEN_MPI), pytest.param("deepspeed", ["deepspeed"], marks=pytest.mark.slow)],
+    ("launcher", "words"), [("Open MPI", OPEN_MPI), pytest.param("deepspeed", ["deepspeed"], marks=pytest.mark.slow)]
 )
 def test_a_run_that_loses_a_host_goes_on_by_itself(hosts: Hosts, launcher: str, words: list[str]) -> None:
     needs(launcher)

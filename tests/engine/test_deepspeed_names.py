@@ -74,11 +74,7 @@ def test_a_method_that_is_out_of_scope_says_so_when_it_is_called() -> None:
 
 
 def test_the_methods_about_the_configuration_have_deepspeeds_names() -> None:
-    config = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-        "bf16": {"enabled": True},
-    }
+    config = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "bf16": {"enabled": True}}
     engine = sdp.initialize(model=Chat(), config=config)[0]
     assert (engine.bfloat16_enabled(), engine.fp16_enabled()) == (True, False)
     assert engine.dp_world_size == 1
@@ -100,10 +96,7 @@ def test_a_script_says_where_a_step_ends() -> None:
 
 
 def test_the_monitor_writes_a_scripts_own_curves(tmp_path: Path) -> None:
-    config = {
-        "train_batch_size": 4,
-        "tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
-    }
+    config = {"train_batch_size": 4, "tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
     engine = sdp.initialize(model=Chat(), config=config)[0]
     assert engine.monitor.enabled
     engine.monitor.write_events([("Train/reward", torch.tensor(0.5), 1), ("Train/reward", 0.75, 2)])

@@ -496,10 +496,7 @@ def _refused(engine: str, stage: int, groups: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (
-            "scalar",
-            "parameter 'layers.1.scale' has no dimension that could be sharded; give it the shape (1,), or ",
-        ),
+        ("scalar", "parameter 'layers.1.scale' has no dimension that could be sharded; give it the shape (1,), or "),
         ("empty", "parameter 'layers.1.nothing' of shape (0, 4) has no elements to shard; remove it"),
         ("sparse", "table has sparse gradients, which are not averaged; create it with sparse=False"),
         ("DDP", "the model is wrapped in DistributedDataParallel, which would average gradients a second time"),

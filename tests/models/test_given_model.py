@@ -11,11 +11,12 @@ import pytest
 import sdp
 import torch
 from safetensors.torch import load_file, save_file
+from sdp.engine.distributed.collectives import local_tensor
 from sdp.engine.errors import ConfigError, ModelError
 from sdp.engine.subnetwork.initialisation import WeightFiles
 from sdp.models.registry import build_model
 from sdp.tests.support.cases import oracle_for
-from sdp.tests.support.foreign.given_models import EXPERTS, FAMILIES, make, rows, theirs
+from sdp.tests.support.foreign.given_models import FAMILIES, make, rows, theirs
 from sdp.tests.support.ranks import RankPool
 
 pytest.importorskip("transformers", reason="transformers is not installed; the extra 'dev' has it")
@@ -77,7 +78,7 @@ def _train(folder: Path, masking: str, stage: int, groups: int) -> tuple[Any, fl
         engine = sdp.initialize(model=model, config=_config(folder, groups, masking, stage))[0]
     finally:
         WeightFiles.fill = fill  # type: ignore[method-assign]
-    held = sum(parameter.numel() for parameter in engine.parameters_here.values())
+    held = sum(local_tensor(parameter.detach()).numel() for parameter in engine.parameters_here.values())
     for _ in range(2):
         batch = rows(2, seed=engine.global_rank)
         engine.backward(engine(batch))
@@ -85,12 +86,20 @@ def _train(folder: Path, masking: str, stage: int, groups: int) -> tuple[Any, fl
     return engine.full_state_dict(), engine.evaluate([rows(2, seed=engine.global_rank)]), read, held
 
 
-@pytest.mark.parametrize(("family", "masking"), [("llama3", "forward"), ("gemma3", "backward"), ("gpt2", "forward")])
-def test_two_groups_train_as_the_oracle_does(ranks: RankPool, tmp_path: Path, family: str, masking: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "masking", "stage", "world"),
+    [
+        ("llama3", "forward", 0, 2), ("gemma3", "backward", 0, 2), ("gpt2", "forward", 0, 2),
+        ("mixtral", "backward", 3, 4),
+    ],
+)  # fmt: skip
+def test_two_groups_train_as_the_oracle_does(
+    ranks: RankPool, tmp_path: Path, family: str, masking: str, stage: int, world: int
+) -> None:
     folder = make(tmp_path / "model", family)
-    answers = ranks.run(_train, folder, masking, 0, 2, world=2)
-    oracle = oracle_for(theirs(folder), _config(folder, 2, masking) | {"training": {}}, 2)
-    batches = [rows(2, seed=rank) for rank in range(2)]
+    answers = ranks.run(_train, folder, masking, stage, 2, world=world)
+    oracle = oracle_for(theirs(folder), _config(folder, 2, masking) | {"training": {}}, world)
+    batches = [rows(2, seed=rank) for rank in range(world)]
     for _ in range(2):
         oracle.step([batches], RATE)
     ours = answers[0][0]
@@ -98,7 +107,7 @@ def test_two_groups_train_as_the_oracle_does(ranks: RankPool, tmp_path: Path, fa
         torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=f"{family}: {name}")
     counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
     expected = sum(oracle.evaluate(batch) * count for batch, count in zip(batches, counts, strict=True)) / sum(counts)
-    assert [answer[1] for answer in answers] == pytest.approx([expected] * 2, rel=1e-5)
+    assert [answer[1] for answer in answers] == pytest.approx([expected] * world, rel=1e-5)
     whole = sum(value.numel() for value in theirs(folder).parameters())
     for _, _, read, held in answers:
         assert read == held < whole
@@ -151,20 +160,43 @@ def test_the_vocabulary_may_be_padded_and_another_tokenizer_gets_advice(tmp_path
         build_model(_section(folder), 50)
 
 
+def _without_an_expert(tensors: dict[str, torch.Tensor]) -> None:
+    for name in [name for name in tensors if ".experts.2." in name]:
+        del tensors[name]
+
+
+def _with_a_narrow_expert(tensors: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in tensors if name.endswith("experts.2.w1.weight"))
+    tensors[name] = tensors[name][:, :-1].clone()
+
+
 @pytest.mark.usefixtures("one_rank")
-def test_experts_that_transformers_joins_are_refused_with_a_way_out(tmp_path: Path) -> None:
-    folder = make(tmp_path / "model", EXPERTS)
-    with pytest.raises(ModelError, match=r"'.*experts.* joins .*; load the model with from_pretrained") as caught:
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (_without_an_expert, r"'.*gate_up_proj' has shape \(3, 96, 32\) in the files, and \(4, 96, 32\) in the model"),
+        (_with_a_narrow_expert, r"'.*w1.weight' and similar .* make no '.*gate_up_proj': .*; download or export"),
+    ],
+)
+def test_experts_that_do_not_fit_are_one_line(tmp_path: Path, spoil: Any, message: str) -> None:
+    folder = make(tmp_path / "model", "mixtral")
+    spoil(tensors := load_file(folder / "model.safetensors"))
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=message) as caught:
         sdp.initialize(model=build_model(_section(folder), 96), config=_config(folder))
     assert "\n" not in str(caught.value)
-    plain, batch = theirs(folder).train(), rows(2)  # the way out
-    plain(**batch).loss.backward()
-    torch.optim.SGD(plain.parameters(), RATE).step()
-    config = {key: value for key, value in _config(folder, masking="backward").items() if key != "training"}
-    engine = sdp.initialize(model=theirs(folder).train(), config=config)[0]
-    engine.backward(engine(batch))
-    engine.step()
-    engine.save_pretrained(tmp_path / "out")
-    with torch.no_grad():
-        logits = plain.eval()(batch["input_ids"]).logits
-        torch.testing.assert_close(theirs(tmp_path / "out").eval()(batch["input_ids"]).logits, logits)
+
+
+@pytest.mark.parametrize("kind", ["HrmTextConfig", "OlmoHybridConfig"])
+def test_files_may_join_or_split_tensors(tmp_path: Path, kind: str) -> None:
+    """What is read equals what ``from_pretrained`` loads, and is split as the files have it."""
+    folder = make(tmp_path / "model", (kind, FAMILIES["olmo2"][1]))
+    whole, loaded = load_file(folder / "model.safetensors"), theirs(folder).state_dict()
+    conversions = build_model(_section(folder), 96).weight_conversions(list(whole))
+    assert conversions
+    for conversion in conversions:
+        (keys,) = conversion.parts
+        joined = conversion.join(0, {key: whole[key] for key in keys})
+        assert all(torch.equal(joined[name], loaded[name]) for name in conversion.names)
+        split = conversion.split(0, {name: loaded[name] for name in conversion.names})
+        assert split.keys() == set(keys) and all(torch.equal(split[key], whole[key]) for key in keys)

@@ -79,8 +79,7 @@ def test_required_keys(key):
 
 
 @pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("llama_134m", 134_042_240), ("llama_500m", 501_810_176), ("llama_1b", 1_003_554_816)],
+    ("name", "parameters"), [("llama_134m", 134_042_240), ("llama_500m", 501_810_176), ("llama_1b", 1_003_554_816)]
 )
 def test_shipped_sizes(name, parameters):
     file = resources.files("sdp.configs") / f"{name}.json"

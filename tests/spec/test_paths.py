@@ -277,6 +277,5 @@ def test_a_resolved_configuration_gives_the_same_paths() -> None:
 def test_a_pattern_that_matches_no_unit_is_refused() -> None:
     with pytest.raises(ModelError, match=r"sdp\.paths\.own: 'layers\.9' matches no"):
         sdp.initialize(
-            model=models.mlp(),
-            config={"train_batch_size": 2, "sdp": {"paths": {"count": 1, "own": ["layers.9"]}}},
+            model=models.mlp(), config={"train_batch_size": 2, "sdp": {"paths": {"count": 1, "own": ["layers.9"]}}}
         )

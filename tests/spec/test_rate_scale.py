@@ -16,10 +16,7 @@ from sdp.tests.support.ranks import RankPool
 
 @pytest.mark.parametrize(
     "case",
-    [
-        Case(2, 2, 2, lr_scale="auto", optimizer="adamw", clip=True),
-        Case(2, 2, 3, lr_scale="auto", masking="backward"),
-    ],
+    [Case(2, 2, 2, lr_scale="auto", optimizer="adamw", clip=True), Case(2, 2, 3, lr_scale="auto", masking="backward")],
     ids=str,
 )
 def test_deepspeed_equals_the_oracle(ranks: RankPool, case: Case) -> None:

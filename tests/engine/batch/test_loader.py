@@ -190,10 +190,7 @@ def test_bad_arguments():
 
 @settings(max_examples=30, deadline=None)
 @given(
-    samples=st.integers(1, 80),
-    micro=st.integers(1, 5),
-    ranks=st.integers(1, 4),
-    limit=st.none() | st.integers(1, 9),
+    samples=st.integers(1, 80), micro=st.integers(1, 5), ranks=st.integers(1, 4), limit=st.none() | st.integers(1, 9)
 )
 def test_evaluation_batches_are_disjoint_equal_in_number_and_spread(samples, micro, ranks, limit):
     if samples < micro * ranks:

@@ -73,10 +73,7 @@ def test_exempt_parameters_do_not_decay(ranks: RankPool, engine: str, stage: int
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_pattern_without_a_parameter_is_refused() -> None:
-    config = {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"no_decay": ["layer.*"]}},
-    }
+    config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"no_decay": ["layer.*"]}}}
     with pytest.raises(ConfigError, match=r"no_decay: .layer\.\*. fits no parameter"):
         sdp.initialize(model=models.mlp(), config=config)
 

@@ -206,8 +206,4 @@ def test_unit_orders_do_not_matter_for_explicit_holders() -> None:
     for order in itertools.permutations(named):
         assert make_placement(
             section(groups=2, placement={key: named[key] for key in order}), units(1, 1, 1)
-        ).holders == (
-            (0,),
-            (0, 1),
-            (1,),
-        )
+        ).holders == ((0,), (0, 1), (1,))

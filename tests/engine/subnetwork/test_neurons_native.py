@@ -212,8 +212,7 @@ def test_what_cannot_be_cut_into_neurons_is_named(layer: nn.Module) -> None:
     model.neuron_branches = lambda: [Branch("layers.0.inner", 4, (("layers.0.inner.weight", 0),))]
     layout = Layout.of(model, load_config({"sdp": {"groups": 2, "granularity": "neuron", "capacity": 0.5}}), Mesh(2))
     with pytest.raises(
-        ModelError,
-        match=r'layers.0.inner: sdp.granularity "neuron" cannot cut weight of this .*; only linear',
+        ModelError, match=r'layers.0.inner: sdp.granularity "neuron" cannot cut weight of this .*; only linear'
     ):
         slice_layers(model, layout, 0)
 

@@ -203,7 +203,4 @@ def test_damaged_files_are_one_line(tmp_path: Path, how: str, message: str) -> N
 @pytest.mark.usefixtures("one_rank")
 def test_a_model_with_weights_has_its_start_already(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has weights already"):
-        engine_of(
-            Case(1, 1, placement="full", model="llama"),
-            training={"init_from": str(make(tmp_path / "model"))},
-        )
+        engine_of(Case(1, 1, placement="full", model="llama"), training={"init_from": str(make(tmp_path / "model"))})

@@ -42,10 +42,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neox": ("GPTNeoXConfig", _SIZES),
     "phi": ("PhiConfig", _GROUPED),
     "olmo2": ("Olmo2Config", _GROUPED),
+    "mixtral": ("MixtralConfig", _GROUPED | {"num_local_experts": 4}),
 }  # fmt: skip
-
-
-EXPERTS = ("MixtralConfig", _GROUPED | {"num_local_experts": 2})
 
 
 def make(

@@ -148,7 +148,9 @@ def test_a_start_of_transformers_4_and_its_loss(config, exported, tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["model"]["rope_theta"] == 5000.0
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama-yarn", torch.bfloat16), ("gpt2", torch.float32)])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama-yarn", torch.bfloat16), ("gpt2", torch.float32), ("mixtral", torch.bfloat16)]
+)
 def test_a_folder_of_any_family_is_trained_and_exported_as_it_was(config, tmp_path, family, dtype):
     """The tensors' names and types and all other files are those of the start."""
     start = given_models.add_tokenizer(given_models.make(tmp_path / "start", family, dtype=dtype))

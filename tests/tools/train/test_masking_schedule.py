@@ -51,10 +51,7 @@ def test_a_schedule_from_the_start_to_a_resume(config: dict, tmp_path: Path, cap
 
 
 def test_evaluate_scales_branches_as_the_phase_of_the_checkpoint(config: dict, tmp_path: Path) -> None:
-    config["sdp"] |= {
-        "masking": [{"until": 2, "masking": "forward"}, {"masking": "backward"}],
-        "branch_scale": "eval",
-    }
+    config["sdp"] |= {"masking": [{"until": 2, "masking": "forward"}, {"masking": "backward"}], "branch_scale": "eval"}
     config["training"] |= {"steps": 4, "save_every": 1, "evaluate_every": 1, "keep": 9}
     path, run = write_config(config, tmp_path), tmp_path / "run"
     trained = run_sdp("train", path, "--dump-dir", run)
