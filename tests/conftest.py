@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from _pytest.assertion import rewrite
 from sdp.tests.support.ranks import RankPool, rank_alone
 
 if (
@@ -31,6 +32,21 @@ LONGEST_FILES = (
     "engine/subnetwork/test_neurons_native.py", "engine/service/test_equality.py",
     "engine/full_model/test_evaluation.py", "engine/test_object_store.py",
 )  # fmt: skip
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Rewrite the asserts of some files. Other processes rewrite the rest meanwhile, and all of
+    them would rewrite everything.
+    """
+    worker: Any = getattr(session.config, "workerinput", None)
+    if worker is not None and not sys.dont_write_bytecode:
+        files, number = sorted(Path(__file__).parent.rglob("test_*.py")), int(worker["workerid"][2:])
+        for file in files[number :: worker["workercount"]]:
+            compiled = rewrite.get_cache_dir(file) / (file.stem + rewrite.PYC_TAIL)
+            if not compiled.exists():
+                compiled.parent.mkdir(exist_ok=True)
+                stat, code = rewrite._rewrite_test(file, session.config)
+                rewrite._write_pyc(session.config.stash[rewrite.assertstate_key], code, stat, compiled)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

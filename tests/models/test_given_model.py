@@ -13,9 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from sdp.engine.distributed.collectives import local_tensor
 from sdp.engine.errors import ConfigError, ModelError
-from sdp.engine.subnetwork.initialisation import WeightFiles
 from sdp.models.registry import build_model
-from sdp.tests.support.cases import oracle_for
+from sdp.tests.support.cases import elements_read, oracle_for
 from sdp.tests.support.foreign.given_models import FAMILIES, make, rows, theirs
 from sdp.tests.support.ranks import RankPool
 
@@ -65,25 +64,15 @@ def test_logits_and_one_step_are_those_of_transformers(tmp_path: Path, family: s
 
 def _train(folder: Path, masking: str, stage: int, groups: int) -> tuple[Any, float, int, int]:
     """The full model after two steps, its loss, the elements that this rank read and holds."""
-    read, fill = 0, WeightFiles.fill
-
-    def counted(self: WeightFiles, out: torch.Tensor, start: int, key: str) -> None:
-        nonlocal read
-        read += out.numel()
-        fill(self, out, start, key)
-
-    WeightFiles.fill = counted  # type: ignore[method-assign]
-    try:
+    with elements_read() as counts:
         model = build_model(_section(folder), 96)
         engine = sdp.initialize(model=model, config=_config(folder, groups, masking, stage))[0]
-    finally:
-        WeightFiles.fill = fill  # type: ignore[method-assign]
     held = sum(local_tensor(parameter.detach()).numel() for parameter in engine.parameters_here.values())
     for _ in range(2):
         batch = rows(2, seed=engine.global_rank)
         engine.backward(engine(batch))
         engine.step()
-    return engine.full_state_dict(), engine.evaluate([rows(2, seed=engine.global_rank)]), read, held
+    return engine.full_state_dict(), engine.evaluate([rows(2, seed=engine.global_rank)]), sum(counts), held
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from sdp.engine.distributed.mesh import Mesh
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.tensor_info import Shard
 from sdp.engine.placement.units import find_neuron_units
+from sdp.engine.subnetwork.initialisation import WeightFiles
 from sdp.engine.subnetwork.materialise import give_values
 from sdp.tests.support import models
 from sdp.tests.support.oracle import Oracle
@@ -230,6 +231,15 @@ def one_step(engine: Any, case: Case, step: int, *, data_rank: int) -> float:
             engine.step()
         total += loss.item()
     return total / case.accumulation
+
+
+@contextlib.contextmanager
+def elements_read() -> Iterator[list[int]]:
+    """Yield a list that gets the number of elements of each read of weight files."""
+    counts, fill = list[int](), WeightFiles.fill
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightFiles, "fill", lambda *call, **key: (counts.append(call[1].numel()), fill(*call, **key)))
+        yield counts
 
 
 def full_gradients(engine: Any) -> dict[str, torch.Tensor]:

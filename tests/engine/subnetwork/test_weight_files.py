@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from sdp.engine.distributed.collectives import local_tensor
 from sdp.engine.errors import ModelError
-from sdp.engine.subnetwork.initialisation import WeightFiles
 from sdp.tests.support import models
-from sdp.tests.support.cases import Case, data_rank_of, engine_of
+from sdp.tests.support.cases import Case, data_rank_of, elements_read, engine_of
 from sdp.tests.support.ranks import RankPool
 
 transformers = pytest.importorskip("transformers")
@@ -46,22 +45,11 @@ def their_loss(folder: Path, data_ranks: int) -> float:
 
 def _start(case: Case, folder: str) -> tuple[Any, float, int, int]:
     """The full model, its first loss, elements that this rank read, and those that it holds."""
-    read = 0
-    fill = WeightFiles.fill
-
-    def counted(self: WeightFiles, out: torch.Tensor, start: int, key: str) -> None:
-        nonlocal read
-        read += out.numel()
-        fill(self, out, start, key)
-
-    WeightFiles.fill = counted  # type: ignore[method-assign]
-    try:
+    with elements_read() as counts:
         engine = engine_of(case, training={"init_from": folder})
-    finally:
-        WeightFiles.fill = fill  # type: ignore[method-assign]
     loss = engine.evaluate([models.micro_batch("llama", 0, 0, data_rank_of(case))])
     held = sum(local_tensor(parameter.detach()).numel() for parameter in engine.parameters_here.values())
-    return engine.full_state_dict(), loss, read, held
+    return engine.full_state_dict(), loss, sum(counts), held
 
 
 @pytest.mark.parametrize(
