@@ -57,7 +57,8 @@ class Conversion:
     Attributes:
         names: The names of the model's tensors.
         parts: The keys of the files' tensors, in parts. The rows (indices in the first dimension)
-            of the model's tensors are divided evenly among the parts, in order.
+            of the model's tensors are divided evenly among the parts, in order. For Mixtral, a part
+            is an expert.
         join: Given the number of a part and its tensors by key, returns the rows by name.
         split: Given the number of a part and its rows by name, returns the tensors by key.
     """
@@ -225,7 +226,7 @@ class ModelHooks(Protocol):
         ...
 
     def weight_conversions(self, keys: Collection[str]) -> list[Conversion]:
-        """A model may define this hook to read and write weight files of another form.
+        """A model may define this hook if weight files store a tensor in pieces, or several in one.
 
         ``keys`` are those of the files. A key of a conversion is not given to ``canonical_name``.
         """
@@ -308,12 +309,12 @@ def get_parameter_init(model: nn.Module) -> Callable[[str], Init] | None:
 def find_tensors(model: nn.Module, keys: Collection[str]) -> tuple[dict[str, str], list[Conversion]]:
     """Find the model's tensors that weight files with these ``keys`` have.
 
-    Returns the tensor's name for each key, and descriptions of tensors that are stored in another
-    form. The model's hooks ``canonical_name`` and ``weight_conversions`` decide. Without them, the
-    keys are the names.
+    Returns the tensor's name for each key, and descriptions of tensors that are stored in pieces,
+    or several in one. The model's hooks ``canonical_name`` and ``weight_conversions`` decide.
+    Without them, the keys are the names.
     """
-    convert, canonical = _find_method(model, "weight_conversions"), _find_method(model, "canonical_name")
-    conversions: list[Conversion] = convert(keys) if convert is not None else []
+    describe, canonical = _find_method(model, "weight_conversions"), _find_method(model, "canonical_name")
+    conversions: list[Conversion] = describe(keys) if describe is not None else []
     taken = {key for conversion in conversions for part in conversion.parts for key in part}
     names = {key: canonical(key) if canonical is not None else key for key in keys if key not in taken}
     return {key: name for key, name in names.items() if name is not None}, conversions

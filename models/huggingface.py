@@ -8,10 +8,12 @@ as they are.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import json
 import re
+import sys
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,16 @@ def build(section: HuggingFaceConfig) -> nn.Module:
             f"model.path: {directory} holds a quantised model, and training needs plain weights; take the folder of "
             "the model before quantisation"
         )
+    # transformers may import DeepSpeed, which prints warnings to the standard output it finds.
+    with contextlib.redirect_stdout(sys.stderr):
+        config, model, mapping = _build(directory, content["model_type"])
+    config.use_cache = False  # training does not need cached keys and values
+    _add_file_hooks(model, mapping)
+    return model
+
+
+def _build(directory: Path, kind: object) -> tuple[Any, Any, list[Any]]:
+    """Return the configuration, the model, and how ``from_pretrained`` would convert weights."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM, logging
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -75,16 +87,14 @@ def build(section: HuggingFaceConfig) -> nn.Module:
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+        return config, model, get_model_conversion_mapping(model)
     except Exception as error:  # each kind of model has checks
         raise ConfigError(
             f"model.path: {directory}: transformers builds no causal language model of type "
-            f"{json.dumps(content['model_type'])} ({shorten(' '.join(str(error).split()))})"
+            f"{json.dumps(kind)} ({shorten(' '.join(str(error).split()))})"
         ) from None
     finally:
         logging.set_verbosity(verbosity)
-    config.use_cache = False  # training does not need cached keys and values
-    _add_file_hooks(model, get_model_conversion_mapping(model))
-    return model
 
 
 def _add_file_hooks(model: Any, mapping: list[Any]) -> None:
@@ -126,7 +136,7 @@ def _conversion(model: Any, name: str, pattern_of: Mapping[str, str], converter:
     ``name`` is the first of the model's tensors. ``pattern_of`` has the keys of the files' tensors
     in order, each with its pattern of the converter.
     """
-    from transformers.core_model_loading import Concatenate, MergeModulelist, apply_converters
+    from transformers.core_model_loading import Concatenate, MergeModulelist
 
     patterns, first, *later = converter.source_patterns, *converter.operations
     columns = [[key for key, own in pattern_of.items() if own == pattern] for pattern in patterns]
@@ -142,11 +152,13 @@ def _conversion(model: Any, name: str, pattern_of: Mapping[str, str], converter:
         return once.convert(name, model=model, config=model.config)
 
     def split(part: int, rows: Tensors) -> Tensors:
-        once, target = converter.reverse_transform(), name
+        once, target = converter.reverse_transform(), ""
         for own, tensor in rows.items():
-            target, pattern = apply_converters(own, [once])
+            target, pattern = once.rename_source_key(own)
             once.add_tensor(target, own, pattern, tensor)
-        return dict(zip(parts[part], once.convert(target, model=model, config=model.config).values(), strict=True))
+        keys = {pattern: iter([key for key in parts[part] if pattern_of[key] == pattern]) for pattern in patterns}
+        made = once.convert(target, model=model, config=model.config)
+        return {next(keys[converter.rename_source_key(key)[1]]): tensor for key, tensor in made.items()}
 
     names = tuple(name.replace(converter.target_patterns[0], pattern) for pattern in converter.target_patterns)
     return Conversion(names, parts, join, split)

@@ -1,5 +1,6 @@
 """Fixtures of all tests: the pool of ranks, and a process group of one rank."""
 
+import contextlib
 import os
 import signal
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.assertion import rewrite
+from _pytest.pathlib import import_path
 from sdp.tests.support.ranks import RankPool, rank_alone
 
 if (
@@ -35,18 +36,16 @@ LONGEST_FILES = (
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Rewrite the asserts of some files. Other processes rewrite the rest meanwhile, and all of
-    them would rewrite everything.
+    """Import a part of the test files first, which rewrites their asserts. Other processes begin
+    with other parts. In a new checkout, all of them would rewrite everything.
     """
     worker: Any = getattr(session.config, "workerinput", None)
-    if worker is not None and not sys.dont_write_bytecode:
+    if worker is not None:
         files, number = sorted(Path(__file__).parent.rglob("test_*.py")), int(worker["workerid"][2:])
         for file in files[number :: worker["workercount"]]:
-            compiled = rewrite.get_cache_dir(file) / (file.stem + rewrite.PYC_TAIL)
-            if not compiled.exists():
-                compiled.parent.mkdir(exist_ok=True)
-                stat, code = rewrite._rewrite_test(file, session.config)
-                rewrite._write_pyc(session.config.stash[rewrite.assertstate_key], code, stat, compiled)
+            with contextlib.suppress(Exception, pytest.skip.Exception):  # the collection imports it again
+                root, mode = session.config.rootpath, session.config.getoption("importmode")
+                import_path(file, mode=mode, root=root, consider_namespace_packages=False)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,7 +1,7 @@
 """``sdp export DIR OUT``: writes a checkpoint's full model and tokenizer for ``transformers``.
 
-Only the tensors of one output file are in memory at a time. Checkpoints of every layout can be
-exported.
+Only the tensors of one output file are in memory at a time, and the model's tensors that it has
+parts of. Checkpoints of every layout can be exported.
 """
 
 from __future__ import annotations
@@ -118,7 +118,9 @@ def _copy_router(saved: SavedRun, out: Path) -> bool:
     check_router(folder, saved.state, saved.checkpoint)
     (out / ROUTER).mkdir(exist_ok=True)
     for path in folder.iterdir():
-        if path.suffix != ".bin":  # those files have the cluster of each sequence
+        if path.is_dir():
+            shutil.copytree(path, out / ROUTER / path.name, dirs_exist_ok=True)
+        elif path.suffix != ".bin":  # those files have the cluster of each sequence
             shutil.copyfile(path, out / ROUTER / path.name)
     return True
 
@@ -221,6 +223,7 @@ def _as_at_the_start(model: nn.Module, kinds: Mapping[str, str], dtype: torch.dt
 
 
 def _unchanged(keys: Sequence[str], tensors: Sequence[torch.Tensor]) -> Tensors:
+    """Give the only tensor its keys in the files, which cannot share memory."""
     return {key: tensors[0].clone() if number else tensors[0] for number, key in enumerate(keys)}
 
 
@@ -254,14 +257,20 @@ def _write_weights(path: Path, out: Path, tensors: Mapping[str, _Tensor], limit:
     files = files if len(shards) > 1 else [f"{WEIGHTS}.safetensors"]
     for file, keys in zip(files, shards, strict=True):
         makers = {tensors[key].sources: tensors[key] for key in keys}
-        loaded = {name: torch.empty(shape, dtype=makers[of].dtype) for of in makers for name, shape in of}
+        widest = dict[str, torch.dtype]()
+        for key in keys:
+            for name, _ in tensors[key].sources:
+                widest[name] = torch.promote_types(widest.get(name, tensors[key].dtype), tensors[key].dtype)
+        loaded = {name: torch.empty(shape, dtype=widest[name]) for of in makers for name, shape in of}
         load(path, weights_of(loaded), files={}, alone=True)  # the hashes were checked before
-        written = {}
-        for sources, one in makers.items():
-            pieces = one.split([loaded.pop(name) for name, _ in sources]).items()
-            written |= {key: piece.to(tensors[key].dtype).contiguous() for key, piece in pieces if key in keys}
+        written = {
+            key: piece.to(tensors[key].dtype).contiguous()
+            for sources, one in makers.items()
+            for key, piece in one.split([loaded.pop(name) for name, _ in sources]).items()
+            if key in keys
+        }
         save_file(written, out / file, metadata={"format": "pt"})
-        del written, loaded, pieces  # frees them before the tensors of the next file are allocated
+        del written, loaded  # frees them before the tensors of the next file are allocated
     if len(files) > 1:
         total = sum(tensor.shape.numel() for tensor in tensors.values())
         file_of = {key: file for file, keys in zip(files, shards, strict=True) for key in keys}

@@ -294,7 +294,7 @@ class WeightFiles:
     def obstacle(self, key: str, info: TensorInfo, shape: Sequence[int]) -> str | None:
         """Return why the file's tensor ``key`` does not fit the model's ``info``, or None.
 
-        ``shape`` is that of the tensor, or of a tensor of the model that is made of it.
+        ``shape`` is the shape that its values have in the model.
         """
         dtype = self._tensors[key].get_dtype()
         if tuple(shape) != tuple(info.full_shape):
@@ -315,9 +315,9 @@ class WeightFiles:
 def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: Layout) -> dict[str, Filler]:
     """Return functions that fill the parameters and persistent buffers of ``model`` from ``files``.
 
-    The keys of the result are paths in the model. The hook ``canonical_name`` of the model maps a
-    key in the files to a tensor. ``directory`` is only for messages, because ``files`` may be a
-    converted copy. Raises ModelError unless files and model have the same tensors.
+    The keys of the result are paths in the model, which :func:`find_tensors` finds. ``directory``
+    is only for messages, because ``files`` may be a converted copy. Raises ModelError unless files
+    and model have the same tensors.
     """
     buffers = layout.buffers_at(0)
     plain = {key.replace("_orig_mod.", ""): key for key in files.keys()}  # noqa: SIM118  a compiled model was saved
@@ -342,7 +342,7 @@ def fillers_from(files: WeightFiles, directory: Path, model: nn.Module, layout: 
             raise ModelError(f"training.init_from: {directory}: {key!r} {obstacle}")
         fillers[name] = partial(files.fill, key=key)
     known = {name for names in names_of.values() for name in names}
-    if unknown := [keys[name] for name in keys.keys() - known] + sorted(joined.keys() - known):
+    if unknown := [keys[name] for name in keys.keys() - known]:
         raise ModelError(
             f"training.init_from: {directory} has {min(unknown)!r}, which this model does not have, so "
             "these weights belong to another model; give the directory of this model"
@@ -358,32 +358,33 @@ def _joining(
     Raises ModelError if they do not fit.
     """
 
-    def rows(number: int, device: str) -> torch.Tensor:
+    def join(part: int, device: str) -> torch.Tensor:
         tensors = {}
-        for shown in conversion.parts[number]:
-            tensors[shown] = torch.empty(files.shape(plain[shown]), dtype=info.dtype, device=device)
+        for key in conversion.parts[part]:
+            tensors[key] = torch.empty(files.shape(plain[key]), dtype=info.dtype, device=device)
             if device != "meta":
-                files.fill(tensors[shown], 0, plain[shown])
-        return conversion.join(number, tensors)[name]
+                files.fill(tensors[key], 0, plain[key])
+        return conversion.join(part, tensors)[name]
 
-    keys = [plain[shown] for part in conversion.parts for shown in part]
-    alike = {tuple(files.shape(plain[shown]) for shown in part) for part in conversion.parts}
+    shapes = {tuple(files.shape(plain[key]) for key in part) for part in conversion.parts}
     try:
-        found = rows(0, "meta").shape
-    except (RuntimeError, KeyError, ValueError):
-        found = None
-    if found is None or len(alike) > 1:
-        reason = f"and similar tensors of the files make no {name!r}: their number or their shapes are wrong"
-        raise ModelError(f"training.init_from: {directory}: {keys[0]!r} {reason}; download or export the model again")
-    shape = (found[0] * len(conversion.parts), *found[1:])
-    if (obstacle := next(filter(None, (files.obstacle(key, info, shape) for key in keys)), None)) is not None:
-        raise ModelError(f"training.init_from: {directory}: {name!r} {obstacle}")
+        joined = join(0, "meta").shape if len(shapes) == 1 and name not in plain else ()
+    except Exception:  # each kind of model has operations of its own
+        joined = ()
+    keys = [plain[key] for part in conversion.parts for key in part]
+    obstacle = "cannot be made: their number or their shapes are wrong, or the files have it already"
+    if joined:
+        shape = (joined[0] * len(conversion.parts), *joined[1:])
+        obstacle = next(filter(None, (files.obstacle(key, info, shape) for key in keys)), None)
+    if obstacle is not None:
+        source = f"{name!r}, which is joined from {keys[0]!r} and the tensors like it, {obstacle}"
+        raise ModelError(f"training.init_from: {directory}: {source}; download or export the model again")
 
     def fill(out: torch.Tensor, start: int) -> None:
-        count = info.full_shape[0] // len(conversion.parts)
-        for number in range(start // count, -(-(start + len(out)) // count)):
-            first, last = max(start, number * count), min(start + len(out), (number + 1) * count)
-            out[first - start : last - start] = rows(number, "cpu")[first - number * count : last - number * count]
+        size = info.full_shape[0] // len(conversion.parts)  # the rows of a part
+        for part in range(start // size, -(-(start + len(out)) // size)):
+            first, last = max(start, part * size), min(start + len(out), (part + 1) * size)
+            out[first - start : last - start] = join(part, "cpu")[first - part * size : last - part * size]
 
     return fill
 

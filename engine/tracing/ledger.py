@@ -151,6 +151,8 @@ class Ledger(TorchDispatchMode):
         if func is torch.ops.aten.nonzero.default and isinstance(args[0], FakeTensor):
             # The number of documents is unknown, and at most that of the tokens.
             result = args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+        elif func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
+            result = _grouped_product(*args[:3])  # torch knows the result's shape only in bfloat16
         else:
             result = func(*args, **kwargs)
         tensors = [*_tensors_in(args), *_tensors_in(kwargs.values()), *_tensors_in((result,))]
@@ -211,6 +213,12 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors_in(value)
 
 
+def _grouped_product(left: torch.Tensor, right: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+    """Return a result of ``torch._grouped_mm``, a product of matrices for each expert."""
+    batch = [len(ends)] if left.dim() + right.dim() == 4 and ends is not None else left.shape[:-2][: right.dim() - 2]
+    return left.new_empty(*batch, left.shape[-2], right.shape[-1])
+
+
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Return the operations of one operator.
 
@@ -225,6 +233,8 @@ def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
         return 4 * prod(args[0].shape) * args[6]
     if name == "_varlen_attn_backward":
         return 10 * prod(args[1].shape) * args[9]
+    if name == "_grouped_mm":
+        return 2 * prod(args[0].shape if args[1].dim() == 3 else args[0].shape[-2:]) * args[1].shape[-1]
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=result)
     if name == "_scaled_dot_product_flash_attention_for_cpu":

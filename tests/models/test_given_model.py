@@ -159,12 +159,22 @@ def _with_a_narrow_expert(tensors: dict[str, torch.Tensor]) -> None:
     tensors[name] = tensors[name][:, :-1].clone()
 
 
+def _with_scalars(tensors: dict[str, torch.Tensor]) -> None:
+    tensors |= {name: torch.tensor(1.0) for name in tensors if ".experts." in name}
+
+
+def _with_both(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(4, 96, 32)
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (_without_an_expert, r"'.*gate_up_proj' has shape \(3, 96, 32\) in the files, and \(4, 96, 32\) in the model"),
-        (_with_a_narrow_expert, r"'.*w1.weight' and similar .* make no '.*gate_up_proj': .*; download or export"),
+        (_without_an_expert, r"from '.*w1.weight' .* like it, has shape \(3, 96, 32\) in the files, and \(4, 96, 32\)"),
+        (_with_a_narrow_expert, "from '.*w1.weight' .* like it, cannot be made: .*; download or export"),
+        (_with_scalars, "from '.*w1.weight' .* like it, cannot be made: .*; download or export"),
+        (_with_both, "'.*gate_up_proj', which is joined from '.*w1.weight' .* or the files have it already"),
     ],
 )
 def test_experts_that_do_not_fit_are_one_line(tmp_path: Path, spoil: Any, message: str) -> None:

@@ -22,7 +22,6 @@ from ..shared.quantities import quantity
 from .fit import Fit, find_fit
 from .forecast import Forecast, forecast
 from .machine import ACHIEVED, BETWEEN, INSIDE, PEAK_FLOPS, Machine, default_world, fill_nodes
-from .page import write_page
 from .tables import about_machine, describe_nodes, describe_plan
 from .ways import compare, compare_table, row_json
 
@@ -73,7 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compare plans of DDP, FSDP, HSDP, ZeRO-2, a smaller dense model, DiLoCo and SDP",
     )
-    parser.add_argument("--html", metavar="FILE", help="also write an HTML page with a map of units and bars of memory")
     parser.add_argument("--json", action="store_true", help="print every figure as JSON instead")
 
 
@@ -102,8 +100,6 @@ def run(args: argparse.Namespace) -> int:
         tried = (f"tried: {trial}" for trial in fit.trials)
         todo = (f"To {name} it: {command}" for name, command in commands.items())
         text = "\n".join([*tried, "", *fit.reasons, "", text, "", *todo])
-    if args.html is not None:
-        write_page(Path(args.html), plans, text, memory)
     print(json.dumps(_to_json(plans, notes, memory, fit, commands), indent=2) if args.json else text)
     if memory is not None:
         _require_fit(plan, args)
@@ -117,17 +113,8 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--gpus-per-node: --hostfile says how many slots a node has; leave one option out")
     if args.fit and args.device_memory is None:
         raise ConfigError("--fit: needs --device-memory, for example 80GB")
-    for option, given in (("--fit", args.fit), ("--html", args.html is not None)):
-        if args.compare and given:
-            raise ConfigError(
-                f"{option}: plans one way to train, and --compare plans many; give one of the two options"
-            )
-    if args.html == "":
-        raise ConfigError('--html "": expected the name of a file, such as plan.html')
-    for name, path in (("the configuration", args.config), ("the hostfile", args.hostfile)):
-        page = args.html and Path(args.html)
-        if page and path is not None and page.exists() and path.exists() and page.samefile(path):
-            raise ConfigError(f"--html {page}: the page would replace {name}; name another file")
+    if args.compare and args.fit:
+        raise ConfigError("--fit: plans one way to train, and --compare plans many; give one of the two options")
 
 
 def _ranks(args: argparse.Namespace, config: Config, slots: tuple[int, ...]) -> tuple[int, str]:

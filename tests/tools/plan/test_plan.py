@@ -11,6 +11,7 @@ import torch
 from sdp.engine.accounting.quantities import format_bytes
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
+from sdp.tests.support.foreign.given_models import add_tokenizer, make
 from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine, fill_nodes
 from sdp.tools.plan.ways import compare
@@ -285,7 +286,6 @@ def test_a_plan_names_the_factors_of_rates_by_holders(config: Path, capsys: pyte
         (["--gpus-per-node", str(10**20)], "is too large; the most is 1,048,576"),
         (["--device-memory=-1GB"], "--device-memory -1GB: expected"),
         (["--device-memory", "-1GB"], "--device-memory"),
-        (["--html", ""], '--html "": expected the name of a file'),
     ],
 )
 def test_plan_refuses(config: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
@@ -300,3 +300,20 @@ def test_plan_refuses(config: Path, capsys: pytest.CaptureFixture[str], words: l
 def test_methods_refuse(config: Path, capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
     assert main(["bench", str(config), *words]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_a_plan_counts_the_operations_of_the_chosen_experts(tmp_path: Path, capsys: Any) -> None:
+    """How many operations wider experts need more. The output is JSON, also with DeepSpeed."""
+    pytest.importorskip("transformers")
+    flops = []
+    for width in (48, 96):
+        folder = make(tmp_path / str(width), "mixtral", intermediate_size=width)
+        config = {
+            "train_micro_batch_size_per_gpu": 2, "sdp": {"groups": 1}, "data": {"sequence_length": 32},
+            "model": {"name": "huggingface", "path": str(add_tokenizer(folder))},
+        }  # fmt: skip
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        capsys.readouterr()
+        flops.append(planned(capsys, tmp_path / "config.json", "--world", 1)["plan"]["ranks"][0]["flops"])
+    tokens, layers, chosen, matrices, passes = 2 * 32, 3, 2, 3, 3
+    assert flops[1] - flops[0] == 2 * tokens * layers * chosen * matrices * passes * 32 * 48

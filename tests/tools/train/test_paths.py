@@ -25,6 +25,7 @@ def test_paths_from_a_run_to_a_branch(
 ) -> None:
     shutil.copytree(corpus, tmp_path / "corpus")
     make_clusters(tmp_path / "corpus", 2, 16, 32, progress=False)
+    (tmp_path / "corpus" / "clusters" / "tokenizer").mkdir()  # as the router has that of a given model
     config["data"]["path"] = str(tmp_path / "corpus")
     config["sdp"] = {"groups": 2, "paths": {"count": 2, "own": ["model.layers.3"]}, "check_interval": 1}
     config["training"] |= {"steps": 4, "save_every": 2, "evaluate_every": 2, "evaluate_batches": 99}
@@ -53,6 +54,7 @@ def test_paths_from_a_run_to_a_branch(
     assert evaluated["path_losses"] == pytest.approx(last["subnetwork_losses"], rel=1e-3)
     assert main(["export", str(run), "--to", "hf", str(out)]) == 0
     assert "in a folder for each of 2 paths; the router too" in capsys.readouterr().out
+    assert (out / "router" / "tokenizer").is_dir()
     weights = [load_file(out / f"path-{path}" / "model.safetensors") for path in range(2)]
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]) == (not name.startswith("model.layers.3.")), name
