@@ -189,22 +189,29 @@ def draw_paths() -> None:
         lengths = ["16", "64", "128"]
         means = [mean([found[length]["loss"] for found in best[row].values()]) for length in lengths]
         prompts.plot(lengths, means, "o-", color=colour, label=label)
-    rates.set(title="Width 48: 64 bytes, seed 0", xlabel="learning rate", ylabel="held-out loss (nats a byte)")
+    rates.set(title="First corpus: 64 bytes, seed 0", xlabel="learning rate", ylabel="held-out loss (nats a byte)")
     rates.set(xscale="log")
-    prompts.set(title="Width 48: mean of the seeds", xlabel="bytes of the prompt")
-    _, best = of_runs("paths/prompts")
+    prompts.set(title="First corpus: mean of the seeds", xlabel="bytes of the prompt")
     rates.set_xticks([0.008, 0.016, 0.032, 0.064], ["0.008", "0.016", "0.032", "0.064"])
     rates.minorticks_off()
     rates.legend(frameon=False)
-    dense = best.pop("dense")
-    ahead = {
-        row.replace("_", " "): [dense[seed]["64"]["loss"] - found["64"]["loss"] for seed, found in seeds.items()]
-        for row, seeds in best.items()
+    studies = {
+        "first corpus, width 48": ("paths/prompts_large", SDP),
+        "first corpus, width 32": ("paths/prompts", GREY),
+        "second corpus, width 48": ("paths/prompts_second", COLOURS[1]),
     }
-    for row in sorted(ahead, key=lambda row: mean(ahead[row])):
-        leads.plot(ahead[row], [row] * len(ahead[row]), "o", color=SDP)
-    leads.axvline(0, color=GREY)
-    leads.set(title="Width 32: ahead of dense, each seed", xlabel="nats a byte after 64 bytes")
+    for label, (name, colour) in studies.items():
+        _, best = of_runs(name)
+        dense = best.pop("dense")
+        points = [
+            (dense[seed]["64"]["loss"] - found["64"]["loss"], row.replace("_", " "))
+            for row, seeds in sorted(best.items(), key=lambda pair: -pair[1][0]["64"]["loss"])
+            for seed, found in seeds.items()
+        ]
+        leads.plot(*zip(*points, strict=True), "o", color=colour, label=label, alpha=0.8)
+    leads.axvline(0, color="black", linewidth=0.8)
+    leads.legend(frameon=False, fontsize=7)
+    leads.set(title="Ahead of dense, each seed", xlabel="nats a byte after 64 bytes")
     save(figure, "paths/plot")
 
 
