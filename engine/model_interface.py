@@ -61,12 +61,17 @@ class Conversion:
             is an expert.
         join: Given the number of a part and its tensors by key, returns the rows by name.
         split: Given the number of a part and its rows by name, returns the tensors by key.
+        dim: If there is one part, the dimension along which ``join`` moves values, or None if it is
+            unknown. With 0, each row of the model's tensors is a row of one of the files' tensors.
+            With a larger one, row i comes from the rows i of the files' tensors. A rank then reads
+            only the rows that it needs.
     """
 
     names: tuple[str, ...]
     parts: Sequence[tuple[str, ...]]
     join: Callable[[int, Tensors], Tensors]
     split: Callable[[int, Tensors], Tensors]
+    dim: int | None = None
 
 
 @dataclass(frozen=True)

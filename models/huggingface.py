@@ -136,12 +136,12 @@ def _conversion(model: Any, name: str, pattern_of: Mapping[str, str], converter:
     ``name`` is the first of the model's tensors. ``pattern_of`` has the keys of the files' tensors
     in order, each with its pattern of the converter.
     """
-    from transformers.core_model_loading import Concatenate, MergeModulelist
+    from transformers import core_model_loading as library
 
     patterns, first, *later = converter.source_patterns, *converter.operations
     columns = [[key for key, own in pattern_of.items() if own == pattern] for pattern in patterns]
-    stacks = isinstance(first, MergeModulelist) and first.dim == 0
-    stacks = stacks and all(isinstance(operation, Concatenate) and operation.dim > 0 for operation in later)
+    stacks = isinstance(first, library.MergeModulelist) and first.dim == 0
+    stacks = stacks and all(isinstance(operation, library.Concatenate) and operation.dim > 0 for operation in later)
     is_complete = len({len(column) for column in columns}) == 1
     parts = list(zip(*columns, strict=True)) if stacks and is_complete else [tuple(itertools.chain(*columns))]
 
@@ -161,7 +161,16 @@ def _conversion(model: Any, name: str, pattern_of: Mapping[str, str], converter:
         return {next(keys[converter.rename_source_key(key)[1]]): tensor for key, tensor in made.items()}
 
     names = tuple(name.replace(converter.target_patterns[0], pattern) for pattern in converter.target_patterns)
-    return Conversion(names, parts, join, split)
+    return Conversion(names, parts, join, split, None if stacks else _dim_of(converter.operations))
+
+
+def _dim_of(operations: list[Any]) -> int | None:
+    """Return the dimension along which operations of transformers move values, if they have one."""
+    from transformers import core_model_loading as library
+
+    kinds = library.Chunk, library.Split, library.Concatenate, library.Interleave
+    dims = {one.dim if isinstance(one, kinds) else None for one in operations}
+    return dims.pop() if len(dims) == 1 else None
 
 
 # A branch: the module before which its weights are needed, what counts its neurons, and the

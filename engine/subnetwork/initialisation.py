@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -358,17 +359,19 @@ def _joining(
     Raises ModelError if they do not fit.
     """
 
-    def join(part: int, device: str) -> torch.Tensor:
-        tensors = {}
-        for key in conversion.parts[part]:
-            tensors[key] = torch.empty(files.shape(plain[key]), dtype=info.dtype, device=device)
-            if device != "meta":
-                files.fill(tensors[key], 0, plain[key])
-        return conversion.join(part, tensors)[name]
+    def join(part: int, read: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        return conversion.join(part, {key: read(plain[key]) for key in conversion.parts[part]})[name]
+
+    def read(key: str, rows: slice = slice(None)) -> torch.Tensor:
+        count, *others = files.shape(key)
+        start, stop, _ = rows.indices(count)
+        files.fill(out := torch.empty((stop - start, *others), dtype=info.dtype), start, key)
+        return out
 
     shapes = {tuple(files.shape(plain[key]) for key in part) for part in conversion.parts}
     try:
-        joined = join(0, "meta").shape if len(shapes) == 1 and name not in plain else ()
+        empty = partial(torch.empty, dtype=info.dtype, device="meta")
+        joined = join(0, lambda key: empty(files.shape(key))).shape if len(shapes) == 1 and name not in plain else ()
     except Exception:  # each kind of model has operations of its own
         joined = ()
     keys = [plain[key] for part in conversion.parts for key in part]
@@ -381,12 +384,46 @@ def _joining(
         raise ModelError(f"training.init_from: {directory}: {source}; download or export the model again")
 
     def fill(out: torch.Tensor, start: int) -> None:
-        size = info.full_shape[0] // len(conversion.parts)  # the rows of a part
-        for part in range(start // size, -(-(start + len(out)) // size)):
-            first, last = max(start, part * size), min(start + len(out), (part + 1) * size)
-            out[first - start : last - start] = join(part, "cpu")[first - part * size : last - part * size]
+        stop = start + len(out)
+        if conversion.dim == 0:
+            _fill_moved_rows(out, start, files, keys, partial(join, 0))
+        elif conversion.dim is not None:
+            out.copy_(join(0, lambda key: read(key, slice(start, stop))))
+        else:
+            size = info.full_shape[0] // len(conversion.parts)  # the rows of a part
+            for part in range(start // size, -(-stop // size)):
+                first, last = max(start, part * size), min(stop, (part + 1) * size)
+                out[first - start : last - start] = join(part, read)[first - part * size : last - part * size]
 
     return fill
+
+
+def _fill_moved_rows(
+    out: torch.Tensor,
+    start: int,
+    files: WeightFiles,
+    keys: Sequence[str],
+    join: Callable[[Callable[[str], torch.Tensor]], torch.Tensor],
+) -> None:
+    """Fill ``out`` with rows of a tensor, each of which is a row of one of the tensors ``keys``.
+
+    ``join`` joins tensors that it reads by key. Here, it joins the numbers of the rows.
+    """
+    first, total = dict[str, int](), 0
+    for key in keys:
+        first[key] = total
+        total += files.shape(key)[0] + 1  # rows of two tensors never follow each other
+
+    def numbers(key: str) -> torch.Tensor:
+        count, *others = files.shape(key)
+        return torch.arange(first[key], first[key] + count).reshape(-1, *(1 for _ in others))
+
+    wanted = join(numbers).flatten()[start : start + len(out)]
+    breaks = ((wanted.diff() != 1).nonzero().flatten() + 1).tolist()
+    for begin, end in itertools.pairwise([0, *breaks, len(out)]):
+        row = int(wanted[begin])
+        key = max((key for key in keys if first[key] <= row), key=first.__getitem__)
+        files.fill(out[begin:end], row - first[key], key)
 
 
 def filled_from(plan: Sequence[ModuleInit], fillers: dict[str, Filler]) -> list[ModuleInit]:

@@ -62,13 +62,13 @@ def test_logits_and_one_step_are_those_of_transformers(tmp_path: Path, family: s
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=f"{masking}: {name}")
 
 
-def _train(folder: Path, masking: str, stage: int, groups: int) -> tuple[Any, float, int, int]:
-    """The full model after two steps, its loss, the elements that this rank read and holds."""
+def _train(folder: Path, masking: str, stage: int, groups: int, steps: int = 2) -> tuple[Any, float, int, int]:
+    """The full model after some steps, its loss, the elements that this rank read and holds."""
     with elements_read() as counts:
         model = build_model(_section(folder), 96)
         engine = sdp.initialize(model=model, config=_config(folder, groups, masking, stage))[0]
     held = sum(local_tensor(parameter.detach()).numel() for parameter in engine.parameters_here.values())
-    for _ in range(2):
+    for _ in range(steps):
         batch = rows(2, seed=engine.global_rank)
         engine.backward(engine(batch))
         engine.step()
@@ -186,16 +186,20 @@ def test_experts_that_do_not_fit_are_one_line(tmp_path: Path, spoil: Any, messag
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["HrmTextConfig", "OlmoHybridConfig"])
-def test_files_may_join_or_split_tensors(tmp_path: Path, kind: str) -> None:
-    """What is read equals what ``from_pretrained`` loads, and is split as the files have it."""
-    folder = make(tmp_path / "model", (kind, FAMILIES["olmo2"][1]))
-    whole, loaded = load_file(folder / "model.safetensors"), theirs(folder).state_dict()
+@pytest.mark.parametrize("kind", ["HrmTextConfig", "OlmoHybridConfig", "Inkling2TextConfig"])
+def test_files_may_join_or_split_tensors(ranks: RankPool, tmp_path: Path, kind: str) -> None:
+    """Ranks get the rows that they hold of what ``from_pretrained`` loads, and read no others."""
+    folder = make(tmp_path / "model", (kind, FAMILIES["olmo2"][1] | {"num_hidden_layers": 2, "n_routed_experts": 8}))
+    whole, plain = load_file(folder / "model.safetensors"), theirs(folder)
+    loaded, parameters = plain.state_dict(), dict(plain.named_parameters())
+    buffers = sum(tensor.numel() for name, tensor in loaded.items() if name not in parameters)
+    answers = ranks.run(_train, folder, "backward", 3, 1, 0, world=3)
+    assert all(torch.equal(answers[0][0][name], tensor) for name, tensor in loaded.items())
+    for _, _, read, held in answers:
+        assert read == held + buffers
     conversions = build_model(_section(folder), 96).weight_conversions(list(whole))
     assert conversions
     for conversion in conversions:
         (keys,) = conversion.parts
-        joined = conversion.join(0, {key: whole[key] for key in keys})
-        assert all(torch.equal(joined[name], loaded[name]) for name in conversion.names)
         split = conversion.split(0, {name: loaded[name] for name in conversion.names})
         assert split.keys() == set(keys) and all(torch.equal(split[key], whole[key]) for key in keys)

@@ -16,6 +16,7 @@ from sdp.data.clusters import load_router, make_clusters
 from sdp.data.shards import TokenDataset
 from sdp.engine.batch.loader import evaluation_rows
 from sdp.engine.errors import ConfigError, DataError
+from sdp.tests.support.foreign.given_models import add_tokenizer, make, prepared
 from sdp.tests.support.small_runs import read_losses, run_sdp, write_config
 from sdp.tools.cli import main
 
@@ -25,7 +26,6 @@ def test_paths_from_a_run_to_a_branch(
 ) -> None:
     shutil.copytree(corpus, tmp_path / "corpus")
     make_clusters(tmp_path / "corpus", 2, 16, 32, progress=False)
-    (tmp_path / "corpus" / "clusters" / "tokenizer").mkdir()  # as the router has that of a given model
     config["data"]["path"] = str(tmp_path / "corpus")
     config["sdp"] = {"groups": 2, "paths": {"count": 2, "own": ["model.layers.3"]}, "check_interval": 1}
     config["training"] |= {"steps": 4, "save_every": 2, "evaluate_every": 2, "evaluate_batches": 99}
@@ -54,7 +54,6 @@ def test_paths_from_a_run_to_a_branch(
     assert evaluated["path_losses"] == pytest.approx(last["subnetwork_losses"], rel=1e-3)
     assert main(["export", str(run), "--to", "hf", str(out)]) == 0
     assert "in a folder for each of 2 paths; the router too" in capsys.readouterr().out
-    assert (out / "router" / "tokenizer").is_dir()
     weights = [load_file(out / f"path-{path}" / "model.safetensors") for path in range(2)]
     for name, value in weights[0].items():
         assert torch.equal(value, weights[1][name]) == (not name.startswith("model.layers.3.")), name
@@ -88,6 +87,24 @@ def test_paths_from_a_run_to_a_branch(
     starts = [json.loads(line)["subnetwork_losses"] for line in (branch / "evaluations.jsonl").read_text().splitlines()]
     ends = [json.loads(line)["subnetwork_losses"] for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert starts[0][1] == pytest.approx(ends[-1][1], rel=1e-5), "the path goes on from where it was"
+
+
+def test_paths_of_a_given_model_route_with_its_tokenizer(config: dict, tmp_path: Path) -> None:
+    """The router keeps the tokenizer, which is a folder, also when it is exported."""
+    start = add_tokenizer(make(tmp_path / "start", "llama"))
+    data = prepared(tmp_path, start)
+    make_clusters(data, 2, 16, 32, progress=False)
+    config["model"], config["data"]["path"] = {"name": "huggingface", "path": str(start)}, str(data)
+    config["sdp"] = {"groups": 2, "paths": {"count": 2, "own": ["model.layers.2"]}}
+    config["training"] |= {"steps": 2}
+    run, out = tmp_path / "run", tmp_path / "out"
+    done = run_sdp("train", write_config(config, tmp_path), "--dump-dir", run)
+    assert done.returncode == 0, done.stderr
+    assert main(["export", str(run), str(out)]) == 0
+    shutil.rmtree(start)
+    shutil.rmtree(data)
+    exported = sdp.load_paths(out)
+    assert exported.generate("w1 w8 w15", max_new_tokens=4).startswith("w1 w8 w15")
 
 
 def check_losses(evaluated: dict[str, Any], exported: sdp.tools.runs.paths.Paths, held_out: TokenDataset) -> None:
