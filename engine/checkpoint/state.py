@@ -56,7 +56,7 @@ class SavedState:
     def __init__(self, groups: BetweenGroups):
         self._groups, self._store, self._context = groups, groups.store, groups.context
         self._counts: list[OptimizerState] = []
-        self._coded: dict[str, _Coded] = {}  # by the key of the codes
+        self._coded: dict[str, list[_Coded]] = {}  # by the key of the codes
         self._twins: list[tuple[torch.Tensor, torch.Tensor]] = []  # pairs of equal scalars: the first is loaded
 
     def mesh_shape(self) -> list[int]:
@@ -131,10 +131,11 @@ class SavedState:
         for piece in self._store.pieces(key, codes):
             slice_name, part = _with_whole_rows(piece, is_local=is_local)
             saved = f"{start}/{slice_name}/{name}"
-            found[saved] = part
+            self._add(found, saved, part)  # a group may hold several slices of rows
             shape = torch.Size((part.shape[0], scales.shape[1]))
-            found[saved + SCALES] = Chunks([scales], [(part.offsets[0][0], 0)], shape)
-            self._coded[saved] = _Coded(f"{start}/{piece.info.canonical}/{name}", name, piece, scales)
+            self._add(found, saved + SCALES, Chunks([scales], [(part.offsets[0][0], 0)], shape))
+            coded = _Coded(f"{start}/{piece.info.canonical}/{name}", name, piece, scales)
+            self._coded.setdefault(saved, []).append(coded)
 
     def has_other_blocks(self, saved: Collection[str]) -> bool:
         """Return whether a load must convert moments, because this run stores them differently.
@@ -153,12 +154,14 @@ class SavedState:
         At the end of the context, the loaded values are encoded into the moments.
         """
         found = {key: value for key, value in tensors.items() if key.removesuffix(SCALES) not in self._coded}
-        values = {key: torch.zeros_like(coded.piece.tensor, dtype=torch.float32) for key, coded in self._coded.items()}
-        for key, coded in self._coded.items():
-            self._add(found, coded.key, Chunks([values[key]], [coded.piece.offset], coded.piece.info.full_shape))
+        every = [coded for of_key in self._coded.values() for coded in of_key]
+        values = [torch.zeros_like(coded.piece.tensor, dtype=torch.float32) for coded in every]
+        for coded, value in zip(every, values, strict=True):
+            self._add(found, coded.key, Chunks([value], [coded.piece.offset], coded.piece.info.full_shape))
         yield found
-        for key, coded in self._coded.items():
-            codes, scales = Codes(coded.name, values[key].device).encode(values.pop(key))
+        for coded in every:
+            value = values.pop(0)  # freed one by one
+            codes, scales = Codes(coded.name, value.device).encode(value)
             coded.piece.tensor.copy_(codes)
             coded.scales.copy_(scales)
 
