@@ -26,7 +26,7 @@ from ..data.clusters import load_router
 from ..data.huggingface import write_tokenizer
 from ..data.tokenizers import load_tokenizer
 from ..engine.accounting.quantities import format_bytes
-from ..engine.checkpoint.load import keys_in, load
+from ..engine.checkpoint.load import load, shapes_in
 from ..engine.checkpoint.state import weights_of
 from ..engine.checkpoint.storage.files import damaged_file
 from ..engine.environment.process import cache_folder
@@ -147,7 +147,7 @@ def export(saved: SavedRun, out: Path, dtype: torch.dtype | None, max_shard_byte
     tensors = _of_this_package(model, dtype) if started is None else _as_at_the_start(model, started, dtype)
     if (damage := damaged_file(saved.checkpoint, saved.state["files"])) is not None:
         raise CheckpointError(damage)
-    keys, prefix = keys_in(saved.checkpoint), f"paths.{path}."
+    keys, prefix = shapes_in(saved.checkpoint), f"paths.{path}."
     for key, one in tensors.items():
         names = {name: prefix + name if f"model/{prefix}{name}" in keys else name for name, _ in one.sources}
         tensors[key] = one._replace(sources=tuple((names[name], shape) for name, shape in one.sources))

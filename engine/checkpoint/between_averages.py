@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ def load_between_averages(
     state: Mapping[str, Any],
     groups: BetweenGroups,
     share: SavedState,
-    saved: set[str],
+    saved: Mapping[str, torch.Size],
     random: dict[str, torch.Tensor],
     ranks: Ranks,
 ) -> bool:
@@ -89,7 +89,7 @@ def load_anchors(
     files: Mapping[str, str],
     groups: BetweenGroups,
     share: SavedState,
-    saved: set[str],
+    saved: Mapping[str, torch.Size],
     random: Mapping[str, torch.Tensor],
     *,
     alone: bool,
@@ -104,14 +104,14 @@ def load_anchors(
         files: The hash of each of the checkpoint's files, by name.
         groups: The model, the optimizer and, with local steps, the anchors of this rank.
         share: Lists this rank's tensors, which are filled in place.
-        saved: The keys of the checkpoint's tensors.
+        saved: The shapes of the checkpoint's tensors, by key.
         random: States of random generators, which are filled in place.
         alone: Whether only this process loads the checkpoint.
     """
     local: LocalSteps | None = groups.local
     weights = {key: value for key, value in share.tensors(to_load=True).items() if key.startswith("model/")}
     load(path, weights | dict(random), files, alone=alone)
-    _make_inner_state(groups, keys_of_moments(saved) | saved, "optimizer/")
+    _make_inner_state(groups, keys_of_moments(saved) | saved.keys(), "optimizer/")
     moments = share.moments()
     if has_groups(saved) or any(Ranks(alone).gather(share.has_other_blocks(saved))):
         with share.decoded(moments) as targets:
@@ -127,13 +127,13 @@ def load_anchors(
     groups.forget_gradients()
 
 
-def _make_inner_state(groups: BetweenGroups, saved: set[str], start: str) -> None:
+def _make_inner_state(groups: BetweenGroups, saved: Collection[str], start: str) -> None:
     """Create optimizer state for the parameters that have state in the checkpoint."""
     tensors = {key: one.tensor for key, one in groups.store.stepped.items()}
     _make_state(groups, groups.store.optimizer, tensors, saved, start, lambda: materialise_state(groups.store))
 
 
-def _make_outer_state(local: LocalSteps, groups: BetweenGroups, saved: set[str]) -> None:
+def _make_outer_state(local: LocalSteps, groups: BetweenGroups, saved: Collection[str]) -> None:
     optimizer = local.outer.optimizer
     _make_state(groups, optimizer, local.anchors, saved, "outer/", lambda: optimizer_state.materialise_state(optimizer))
 
@@ -142,7 +142,7 @@ def _make_state(
     groups: BetweenGroups,
     optimizer: Optimizer,
     tensors: Mapping[str, torch.Tensor],
-    saved: set[str],
+    saved: Collection[str],
     start: str,
     materialise: Callable[[], None],
 ) -> None:
@@ -171,12 +171,12 @@ class _Source(NamedTuple):
     moment: str = ""
 
 
-def has_groups(keys: set[str]) -> bool:
+def has_groups(keys: Collection[str]) -> bool:
     """Return whether a checkpoint with the tensors ``keys`` has separate weights for each group."""
     return any(key.startswith("local/") for key in keys)
 
 
-def keys_of_moments(keys: set[str]) -> set[str]:
+def keys_of_moments(keys: Collection[str]) -> set[str]:
     """Return the key ``optimizer/NAME/KEY`` of each moment, also if only its slices are saved."""
     found = set()
     for match in filter(None, map(_KEY.fullmatch, keys)):

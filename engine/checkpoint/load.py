@@ -70,15 +70,16 @@ def find_together(directory: str | Path, tag: str | float | None, ranks: Ranks) 
     return None if answer is None else (Path(answer[0]), answer[1])
 
 
-def keys_in(path: Path) -> set[str]:
-    """Return the keys of the tensors in the checkpoint at ``path``.
+def shapes_in(path: Path) -> dict[str, torch.Size]:
+    """Return the shapes of the tensors in the checkpoint at ``path``, by key.
 
     If the list of tensors is damaged, the result is empty, and :func:`load` raises the error later.
     """
     try:
-        return set(SafeReader(path).read_metadata().state_dict_metadata)
+        entries = SafeReader(path).read_metadata().state_dict_metadata
     except CheckpointError:
-        return set()
+        return {}
+    return {key: entry.size for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
 def check(path: Path, tensors: Mapping[str, Any], files: Mapping[str, str], *, alone: bool) -> SafeReader:

@@ -18,7 +18,7 @@ from ..optim.schedules import adapt_state, keep_shared_state, of_another_kind
 from ..stores.store import materialise_state
 from ..sync.between import BetweenGroups
 from .between_averages import has_groups, load_between_averages, load_means
-from .load import check, keys_in, load
+from .load import check, load, shapes_in
 from .state import SavedState, set_random_state
 
 log = logging.getLogger("sdp")
@@ -71,7 +71,7 @@ def resume(
     Raises:
         CheckpointError: On every rank, if the checkpoint is damaged or does not fit this run.
     """
-    saved = keys_in(path)
+    saved = shapes_in(path)
     names = groups.names_of_param_groups()
     rates = state["learning_rates"]
     _refuse_what_does_not_fit(path, state, scheduler, loader)
@@ -123,7 +123,7 @@ def _refuse_what_does_not_fit(path: Path, state: Mapping[str, Any], scheduler: A
 
 
 def _random_numbers(
-    path: Path, state: Mapping[str, Any], share: SavedState, saved: set[str], *, logs: bool
+    path: Path, state: Mapping[str, Any], share: SavedState, saved: Mapping[str, torch.Size], *, logs: bool
 ) -> dict[str, torch.Tensor]:
     """Return the tensors for generator states, which a load fills.
 
@@ -142,7 +142,7 @@ def _load_tensors(
     state: Mapping[str, Any],
     groups: BetweenGroups,
     share: SavedState,
-    saved: set[str],
+    saved: Mapping[str, torch.Size],
     random: dict[str, torch.Tensor],
     ranks: Ranks,
 ) -> None:

@@ -22,7 +22,7 @@ slice of columns begins its own blocks, so every checkpoint has the slice as a P
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -42,12 +42,16 @@ Tensors = dict[str, Any]
 
 
 class _Coded(NamedTuple):
-    """A moment of the ``piece`` of a parameter, stored in 8-bit codes with ``scales``."""
+    """A moment of the ``piece`` of a parameter, stored in 8-bit codes with ``scales``.
+
+    ``whole`` is the shape of the saved tensor that has this piece.
+    """
 
     key: str
     name: str
     piece: Piece
     scales: torch.Tensor
+    whole: torch.Size
 
 
 class SavedState:
@@ -134,18 +138,18 @@ class SavedState:
             self._add(found, saved, part)  # a group may hold several slices of rows
             shape = torch.Size((part.shape[0], scales.shape[1]))
             self._add(found, saved + SCALES, Chunks([scales], [(part.offsets[0][0], 0)], shape))
-            coded = _Coded(f"{start}/{piece.info.canonical}/{name}", name, piece, scales)
+            coded = _Coded(f"{start}/{piece.info.canonical}/{name}", name, piece, scales, part.shape)
             self._coded.setdefault(saved, []).append(coded)
 
-    def has_other_blocks(self, saved: Collection[str]) -> bool:
+    def has_other_blocks(self, saved: Mapping[str, torch.Size]) -> bool:
         """Return whether a load must convert moments, because this run stores them differently.
 
-        This is so if only the checkpoint (with the keys ``saved``) or only this run has codes of
-        8 bits, or if their blocks with one scale differ.
+        This is so if only the checkpoint or only this run has codes of 8 bits, or if their blocks
+        with one scale differ. ``saved`` has the shapes of the checkpoint's tensors, by key.
         """
         if not self._coded:
             return any(key.startswith("optimizer/") and key.endswith(SCALES) for key in saved)
-        return any(key + SCALES not in saved for key in self._coded)
+        return any(key + SCALES not in saved or saved[key] != of[0].whole for key, of in self._coded.items())
 
     @contextmanager
     def decoded(self, tensors: Mapping[str, Any]) -> Iterator[Tensors]:

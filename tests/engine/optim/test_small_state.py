@@ -149,6 +149,7 @@ def test_bytes_are_those_of_the_plan(ranks: RankPool, case: Case, engine: str) -
         (Case(1, 4, 3, optimizer="int8"), "fsdp2"),  # a shard of the head is empty
         (Case(2, 1, 0, optimizer="int8", model="even-llama", tp=2), "fsdp2"),
         (Case(2, 1, 0, optimizer="int8", model="even-llama", neurons=2), "fsdp2"),  # two slices of a matrix in a group
+        (Case(2, 1, 0, optimizer="int8", model="even-llama", neurons=2, sync='{"every": 3}'), "fsdp2"),
         (Case(2, 1, 0, optimizer="int8", model="resnet-meta", sync='{"every": 3}'), "fsdp2"),
         (Case(2, 2, 2, optimizer="bfloat16"), "deepspeed"),
     ],
@@ -217,6 +218,7 @@ FLOAT32 = Case(2, 1, 0, model="wide-llama-tied-meta", optimizer="adamw")
         (replace(NEURONS, placement="mixed"), Case(2, 2, 3, **WIDE), 0.01),
         (Case(2, 2, 3, **WIDE), replace(NEURONS, placement="mixed"), 0.01),
         (NEURONS, Case(2, 1, 0, neurons=2, tp=2, placement="cyclic", **WIDE), 0.01),
+        (replace(NEURONS, groups=4, neurons=4), NEURONS, 0.01),  # every slice begins where a narrower one began
         (Case(1, 2, 3, placement="full", **WIDE), FLOAT32, 0.0),
         (FLOAT32, NEURONS, 0.01),
         (Case(1, 2, 1, optimizer="int8"), Case(1, 4, 3, optimizer="int8"), 0.0),  # a shard of the head is empty
