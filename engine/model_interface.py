@@ -61,10 +61,15 @@ class Conversion:
             is an expert.
         join: Given the number of a part and its tensors by key, returns the rows by name.
         split: Given the number of a part and its rows by name, returns the tensors by key.
-        dim: If there is one part, the dimension along which ``join`` moves values, or None if it is
-            unknown. With 0, each row of the model's tensors is a row of one of the files' tensors.
-            With a larger one, row i comes from the rows i of the files' tensors. A rank then reads
-            only the rows that it needs.
+        dim: The dimension along which ``join`` moves values, if a rank shall read only some rows of
+            the files' tensors. Only for one part. If 0, each row of the model's tensors is an
+            unchanged row of a file's tensor. Then ``join`` is also called with numbers of rows
+            (int64), of shape (rows, 1, …), and must work on them in the same way. If 1 or more, row
+            i depends on the rows i of the files' tensors alone. Then ``join`` is called with equal
+            ranges of their rows.
+
+    Raises:
+        ModelError: ``dim`` is negative, or there are several parts.
     """
 
     names: tuple[str, ...]
@@ -72,6 +77,13 @@ class Conversion:
     join: Callable[[int, Tensors], Tensors]
     split: Callable[[int, Tensors], Tensors]
     dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dim is not None and (self.dim < 0 or len(self.parts) != 1):
+            raise ModelError(
+                f"weight_conversions: dim {self.dim} of {self.names[0]!r} must be 0 or more, with one part; "
+                "leave it out to read all"
+            )
 
 
 @dataclass(frozen=True)

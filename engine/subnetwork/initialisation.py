@@ -20,6 +20,7 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -363,18 +364,28 @@ def _joining(
         return conversion.join(part, {key: read(plain[key]) for key in conversion.parts[part]})[name]
 
     def read(key: str, rows: slice = slice(None)) -> torch.Tensor:
-        count, *others = files.shape(key)
-        start, stop, _ = rows.indices(count)
-        files.fill(out := torch.empty((stop - start, *others), dtype=info.dtype), start, key)
+        start, shape = 0, list(files.shape(key))
+        if shape:
+            start, stop, _ = rows.indices(shape[0])
+            shape[0] = stop - start
+        files.fill(out := torch.empty(shape, dtype=info.dtype), start, key)
         return out
 
-    shapes = {tuple(files.shape(plain[key]) for key in part) for part in conversion.parts}
-    try:
+    def shape_of(rows: slice = slice(None)) -> torch.Size:
         empty = partial(torch.empty, dtype=info.dtype, device="meta")
-        joined = join(0, lambda key: empty(files.shape(key))).shape if len(shapes) == 1 and name not in plain else ()
-    except Exception:  # each kind of model has operations of its own
-        joined = ()
+        return join(0, lambda key: empty(shape)[rows] if (shape := files.shape(key)) else empty(())).shape
+
     keys = [plain[key] for part in conversion.parts for key in part]
+    shapes = {tuple(files.shape(plain[key]) for key in part) for part in conversion.parts}
+    joined = torch.Size()
+    with suppress(Exception):  # each kind of model has operations of its own
+        if len(shapes) == 1 and name not in plain:
+            found = shape_of()
+            if conversion.dim == 0:
+                _find_rows(files, keys, found, partial(join, 0))
+            elif conversion.dim is not None and shape_of(slice(1)) != (1, *found[1:]):
+                raise ValueError(name)
+            joined = found
     obstacle = "cannot be made: their number or their shapes are wrong, or the files have it already"
     if joined:
         shape = (joined[0] * len(conversion.parts), *joined[1:])
@@ -386,7 +397,11 @@ def _joining(
     def fill(out: torch.Tensor, start: int) -> None:
         stop = start + len(out)
         if conversion.dim == 0:
-            _fill_moved_rows(out, start, files, keys, partial(join, 0))
+            sources, rows = _find_rows(files, keys, joined, partial(join, 0))
+            sources, rows = sources[start:stop], rows[start:stop]
+            breaks = ((sources.diff() != 0) | (rows.diff() != 1)).nonzero().flatten() + 1
+            for begin, end in itertools.pairwise([0, *breaks.tolist(), len(out)] if len(out) else []):
+                files.fill(out[begin:end], int(rows[begin]), keys[int(sources[begin])])
         elif conversion.dim is not None:
             out.copy_(join(0, lambda key: read(key, slice(start, stop))))
         else:
@@ -398,32 +413,35 @@ def _joining(
     return fill
 
 
-def _fill_moved_rows(
-    out: torch.Tensor,
-    start: int,
+def _find_rows(
     files: WeightFiles,
     keys: Sequence[str],
+    joined: torch.Size,
     join: Callable[[Callable[[str], torch.Tensor]], torch.Tensor],
-) -> None:
-    """Fill ``out`` with rows of a tensor, each of which is a row of one of the tensors ``keys``.
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where each row of a joined tensor is in the files: the index of its key, and its row.
 
-    ``join`` joins tensors that it reads by key. Here, it joins the numbers of the rows.
+    ``join`` gets tensors with a number for each row of the files' tensors, and returns the numbers
+    in their new order. ``joined`` is the shape of the joined tensor. Raises ValueError if a row of
+    it is not a whole row of a file's tensor.
     """
-    first, total = dict[str, int](), 0
-    for key in keys:
-        first[key] = total
-        total += files.shape(key)[0] + 1  # rows of two tensors never follow each other
+    counts = torch.tensor([files.shape(key)[0] for key in keys])
+    ends = counts.cumsum(0)
+    first = dict(zip(keys, (ends - counts + 1).tolist(), strict=True))  # with 0, rows of zeros would seem to be rows
 
-    def numbers(key: str) -> torch.Tensor:
+    def numbered(key: str) -> torch.Tensor:
         count, *others = files.shape(key)
-        return torch.arange(first[key], first[key] + count).reshape(-1, *(1 for _ in others))
+        return torch.arange(first[key], first[key] + count).reshape(count, *(1 for _ in others))
 
-    wanted = join(numbers).flatten()[start : start + len(out)]
-    breaks = ((wanted.diff() != 1).nonzero().flatten() + 1).tolist()
-    for begin, end in itertools.pairwise([0, *breaks, len(out)]):
-        row = int(wanted[begin])
-        key = max((key for key in keys if first[key] <= row), key=first.__getitem__)
-        files.fill(out[begin:end], row - first[key], key)
+    numbers = join(numbered)
+    is_whole = numbers.dtype == torch.int64 and numbers.numel() == len(numbers) == joined[0]
+    if not is_whole or any(tuple(files.shape(key)[1:]) != joined[1:] for key in keys):
+        raise ValueError(keys)
+    numbers = numbers.flatten() - 1
+    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < int(ends[-1]):
+        raise ValueError(keys)
+    sources = torch.searchsorted(ends, numbers, right=True)
+    return sources, numbers - (ends - counts)[sources]
 
 
 def filled_from(plan: Sequence[ModuleInit], fillers: dict[str, Filler]) -> list[ModuleInit]:

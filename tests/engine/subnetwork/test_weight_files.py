@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sdp
 import torch
 from safetensors.torch import load_file, save_file
 from sdp.engine.distributed.collectives import local_tensor
 from sdp.engine.errors import ModelError
+from sdp.engine.model_interface import Conversion
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, data_rank_of, elements_read, engine_of
 from sdp.tests.support.ranks import RankPool
@@ -192,3 +194,60 @@ def test_damaged_files_are_one_line(tmp_path: Path, how: str, message: str) -> N
 def test_a_model_with_weights_has_its_start_already(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="has weights already"):
         engine_of(Case(1, 1, placement="full", model="llama"), training={"init_from": str(make(tmp_path / "model"))})
+
+
+# -- the hook weight_conversions: tensors that files store in another form -------------------------
+
+WEIGHT, BIAS = "layers.0.up.weight", "layers.0.up.bias"
+
+
+def _started(folder: Path, name: str, stored: dict[str, torch.Tensor], join: Any, dim: int | None) -> torch.Tensor:
+    """The tensor ``name`` of a model whose files have other tensors, ``stored``, in its place."""
+    torch.manual_seed(1)
+    tensors = {key: torch.randn_like(value) for key, value in models.mlp().state_dict().items() if key != name}
+    save_file(tensors | stored, folder / "model.safetensors")
+    model = models.mlp(device="meta")
+    conversion = Conversion((name,), [tuple(stored)], lambda _, found: {name: join(found)}, lambda *_: {}, dim)
+    object.__setattr__(model, "weight_conversions", lambda _: [conversion])
+    config = Case(1, 1, placement="full").config(training={"init_from": str(folder)})
+    return sdp.initialize(model=model, config=config)[0].full_state_dict()[name]  # type: ignore[index]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_model_may_describe_how_files_store_its_tensors(tmp_path: Path) -> None:
+    weight, bias = torch.randn(models.HIDDEN, models.WIDTH), torch.randn(models.HIDDEN)
+    order = torch.randperm(models.HIDDEN, generator=torch.Generator().manual_seed(1))
+    for name, value, stored, join, dim in [
+        (WEIGHT, weight, {"a": weight[order[:2]], "b": weight[order[2:]]},
+            lambda x: torch.cat([x["a"], x["b"]])[order.argsort()], 0),
+        (WEIGHT, weight, {"a": weight[:, :2], "b": weight[:, 2:]}, lambda x: torch.cat([x["a"], x["b"]], 1), 1),
+        (WEIGHT, weight, {"a": weight.T}, lambda x: x["a"].T, None),
+        (BIAS, bias, {"a": bias.flip(0)}, lambda x: x["a"].flip(0), 0),
+        (BIAS, bias, {str(at): number for at, number in enumerate(bias)}, lambda x: torch.stack([*x.values()]), None),
+    ]:  # fmt: skip
+        stored = {key: part.clone(memory_format=torch.contiguous_format) for key, part in stored.items()}
+        assert torch.equal(_started(tmp_path, name, stored, join, dim), value)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("shape", "join", "dim"),
+    [
+        ((models.HIDDEN - 1, models.WIDTH), lambda x: torch.nn.functional.pad(x["a"], (0, 0, 0, 1)), 0),
+        ((models.HIDDEN, models.WIDTH), lambda x: x["a"].bfloat16().float(), 0),  # values change
+        ((models.HIDDEN, models.WIDTH, 1), lambda x: x["a"].squeeze(-1), 0),  # rows change
+        ((models.WIDTH, models.HIDDEN), lambda x: x["a"].T, 0),
+        ((models.WIDTH, models.HIDDEN), lambda x: x["a"].T, 1),
+        ((), lambda x: x["a"].expand(models.HIDDEN, models.WIDTH), 0),
+    ],
+)
+def test_a_description_that_does_not_fit_is_one_line(tmp_path: Path, shape: Any, join: Any, dim: int) -> None:
+    with pytest.raises(ModelError, match=f"'{WEIGHT}', which is joined from 'a' .* cannot be made") as caught:
+        _started(tmp_path, WEIGHT, {"a": torch.ones(shape)}, join, dim)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("parts", "dim"), [([("a",)], -1), ([("a",), ("b",)], 0)])
+def test_a_dimension_is_for_one_part(parts: Any, dim: int) -> None:
+    with pytest.raises(ModelError, match=f"weight_conversions: dim {dim} of 'w' must be 0 or more, with one part"):
+        Conversion(("w",), parts, lambda *_: {}, lambda *_: {}, dim)
