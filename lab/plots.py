@@ -216,29 +216,36 @@ def draw_paths() -> None:
 
 
 def draw_facts() -> None:
-    """Draw loss after training with one bit per parameter, against a device's bytes of state."""
+    """Draw loss against a device's bytes of state, and how far SDP is ahead against the facts."""
     results = read("facts/results")
     size = {name.rpartition(" ")[0]: found["state"] / 1e3 for name, found in results["bytes"].items()}
-    losses: dict[str, dict[str, list[float]]] = {}  # by row and rate, seed by seed
+    tried: dict[str, dict[str, dict[float, list[float]]]] = {}  # by row, rate and bits, seed by seed
     for key, run in results["runs"].items():
         name, bits, rate, _ = key.rsplit(" ", 3)
-        if bits == "bits=1.0":
-            losses.setdefault(name, {}).setdefault(rate, []).append(run["loss"])
-    figure, (axes,) = new_figure(7, 4.2, 1)
+        found = tried.setdefault(name, {}).setdefault(rate, {})
+        found.setdefault(float(bits.removeprefix("bits=")), []).append(run["loss"])
+    best = {name: min(rates.values(), key=lambda found: found[1.0][0]) for name, rates in tried.items()}
+    losses = {name: {bits: mean(of) for bits, of in found.items()} for name, found in best.items() if len(found) > 1}
+    figure, (axes, leads) = new_figure(11, 4.2, 2)
     kinds = {"sdp": ("SDP, int8 copies", SDP, "o"), "smaller": ("smaller dense, as many steps", GREY, "s"),
              "longer": ("… as many operations", COLOURS[1], "^"), "dense": ("dense", "black", "D")}  # fmt: skip
-    points: dict[str, list[tuple[float, float]]] = {}
-    for name, rates in losses.items():
-        best = min(rates.values(), key=lambda found: found[0])
-        state = size.get(name.removesuffix(" longer"))
-        if state is not None and len(best) > 1:
-            kind = "longer" if name.endswith(" longer") else name.split()[0]
-            points.setdefault(kind, []).append((state, sum(best) / len(best)))
     for kind, (label, colour, marker) in kinds.items():
-        xs, ys = zip(*sorted(points[kind]), strict=True)
-        axes.plot(xs, ys, marker=marker, color=colour, label=label)
-    axes.set(yscale="log", xlabel="state of a device, kB", ylabel="loss over all facts, nats")
+        rows = [name for name in losses if kind == ("longer" if "longer" in name else name.split()[0].strip(","))]
+        xs, ys = zip(*sorted((size[name.removesuffix(" longer")], losses[name][1.0]) for name in rows), strict=True)
+        axes.plot(xs, ys, marker=marker, color=colour, label=label, linestyle="" if kind == "dense" else "-")
+    axes.set(yscale="log", xlabel="state of a device, kB", ylabel="loss over all facts, nats", title="One bit")
     axes.legend(frameon=False)
+    for capacity, colour in (("0.125", COLOURS[1]), ("0.25", SDP), ("0.5", GREY)):
+        plain, longer = sorted(name for name in losses if name.startswith(f"smaller {capacity} "))
+        for other, line, label in ((plain, "o-", f"C = {capacity}"), (longer, "^--", None)):
+            ahead = {bits: losses[other][bits] - loss for bits, loss in losses[f"sdp {capacity}"].items()}
+            leads.plot(*zip(*sorted(ahead.items()), strict=True), line, color=colour, label=label)
+    leads.axhline(0, color="black", linewidth=0.8)
+    leads.set(xscale="log", xlabel="bits of facts for each parameter", title="SDP ahead of the smaller dense model")
+    leads.set(ylabel="nats (dashed: as many operations)")
+    leads.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+    leads.minorticks_off()
+    leads.legend(frameon=False)
     save(figure, "facts/plot")
 
 
