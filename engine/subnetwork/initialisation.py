@@ -42,6 +42,8 @@ _MARK = 77.0
 
 # Fills rows [start, start + len(out)) of one parameter into ``out``.
 Filler = Callable[[torch.Tensor, int], None]
+# Joins tensors that the given function reads by key.
+_Join = Callable[[Callable[[str], torch.Tensor]], torch.Tensor]
 
 
 def seed_of(*parts: object) -> int:
@@ -375,9 +377,8 @@ def _joining(
         empty = partial(torch.empty, dtype=info.dtype, device="meta")
         return join(0, lambda key: empty(shape)[rows] if (shape := files.shape(key)) else empty(())).shape
 
-    keys = [plain[key] for part in conversion.parts for key in part]
+    keys, joined = [plain[key] for part in conversion.parts for key in part], torch.Size()
     shapes = {tuple(files.shape(plain[key]) for key in part) for part in conversion.parts}
-    joined = torch.Size()
     with suppress(Exception):  # each kind of model has operations of its own
         if len(shapes) == 1 and name not in plain:
             found = shape_of()
@@ -413,12 +414,7 @@ def _joining(
     return fill
 
 
-def _find_rows(
-    files: WeightFiles,
-    keys: Sequence[str],
-    joined: torch.Size,
-    join: Callable[[Callable[[str], torch.Tensor]], torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_rows(files: WeightFiles, keys: Sequence[str], joined: torch.Size, join: _Join) -> tuple[torch.Tensor, ...]:
     """Return where each row of a joined tensor is in the files: the index of its key, and its row.
 
     ``join`` gets tensors with a number for each row of the files' tensors, and returns the numbers
@@ -435,10 +431,9 @@ def _find_rows(
 
     numbers = join(numbered)
     is_whole = numbers.dtype == torch.int64 and numbers.numel() == len(numbers) == joined[0]
-    if not is_whole or any(tuple(files.shape(key)[1:]) != joined[1:] for key in keys):
-        raise ValueError(keys)
     numbers = numbers.flatten() - 1
-    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < int(ends[-1]):
+    is_whole = is_whole and all(tuple(files.shape(key)[1:]) == joined[1:] for key in keys)
+    if not is_whole or ((numbers < 0) | (numbers >= ends[-1])).any():
         raise ValueError(keys)
     sources = torch.searchsorted(ends, numbers, right=True)
     return sources, numbers - (ends - counts)[sources]

@@ -249,5 +249,5 @@ def test_a_description_that_does_not_fit_is_one_line(tmp_path: Path, shape: Any,
 
 @pytest.mark.parametrize(("parts", "dim"), [([("a",)], -1), ([("a",), ("b",)], 0)])
 def test_a_dimension_is_for_one_part(parts: Any, dim: int) -> None:
-    with pytest.raises(ModelError, match=f"weight_conversions: dim {dim} of 'w' must be 0 or more, with one part"):
+    with pytest.raises(ModelError, match=f"weight_conversions: dim {dim} of 'w' must be 0 or more, for one part"):
         Conversion(("w",), parts, lambda *_: {}, lambda *_: {}, dim)
