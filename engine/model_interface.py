@@ -80,9 +80,7 @@ class Conversion:
 
     def __post_init__(self) -> None:
         if self.dim is not None and (self.dim < 0 or len(self.parts) != 1):
-            raise ModelError(
-                f"weight_conversions: dim {self.dim} of {self.names[0]!r} must be 0 or more, with one part"
-            )
+            raise ModelError(f"weight_conversions: dim {self.dim} of {self.names[0]!r} must be 0 or more, for one part")
 
 
 @dataclass(frozen=True)
