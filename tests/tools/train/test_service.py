@@ -7,14 +7,13 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sdp.data.prepare import prepare
+from sdp.tests.support.forks.command import ForkedCommand
 from sdp.tests.support.small_runs import run_sdp
 from sdp.tools.cli import main
 
@@ -34,77 +33,59 @@ CONFIG: dict[str, Any] = {
         "num_key_value_heads": 2, "max_position_embeddings": 64,
     },
     "data": {"sequence_length": 64, "tokenizer": "bytes"},
-    "training": {"steps": 60, "evaluate_every": 40, "evaluate_batches": 2},
+    "training": {"steps": 40, "evaluate_every": 20, "evaluate_batches": 2},
 }  # fmt: skip
-
-
-def sdp(*words: str | Path, **options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "sdp", *map(str, words)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def group_processes(run: Path) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().decode().split("\0")
-        except OSError:
-            continue
-        if any(word.startswith(f"{run}/groups/") for word in words):
-            found.append(int(path.parent.name))
-    return found
+def processes_of(launcher: ForkedCommand) -> list[int]:
+    """The service, which began first, and the groups."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return sorted(int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith("sdp-rank"))
 
 
 def test_a_killed_group_and_a_killed_service_come_back(tmp_path: Path) -> None:
     config, run = tmp_path / "run.json", tmp_path / "run"
     config.write_text(json.dumps(CONFIG))
-    launcher = sdp("train", config, "--dump-dir", run)
-    try:
-        for word, after in (("groups", 2), ("serve", 6)):
-            while len(lines_of(run / "metrics.jsonl")) < after:
-                assert launcher.poll() is None, launcher.stdout and launcher.stdout.read()
-                time.sleep(0.05)
-            victims = group_processes(run) if word == "groups" else [_service(run)]
-            os.kill(victims[0], signal.SIGKILL)
-        output, _ = launcher.communicate(timeout=240)
-    finally:
-        launcher.kill()
+    with (tmp_path / "said").open("w+") as said:
+        launcher = ForkedCommand(["train", config, "--dump-dir", run], said, said)
+        try:
+            for number, after in ((1, 2), (0, 6)):  # a group, then the service
+                while len(lines_of(run / "metrics.jsonl")) < after:
+                    assert launcher.poll() is None, (tmp_path / "said").read_text()
+                    time.sleep(0.05)
+                os.kill(processes_of(launcher)[number], signal.SIGKILL)
+            launcher.wait(240)
+        finally:
+            launcher.kill()
+        output = (tmp_path / "said").read_text()
     assert launcher.returncode == 0, output
     assert "group process" in output
     assert "the service ended with exit code -9: restart 1 of 3" in output
     lines, order = lines_of(run / "metrics.jsonl"), json.loads((run / "data_order.json").read_text())
-    assert [line["step"] for line in lines] == list(range(4, 64, 4))
+    assert [line["step"] for line in lines] == list(range(4, 44, 4))
     dealt = order["first"] * order["groups"] + sum(len(shares) for shares in order["dealt"].values())
     summary = json.loads((run / "summary.json").read_text())
     assert summary["samples"] + summary["skipped_samples"] == dealt * order["micro_batches"] * order["width"]
     assert summary["skipped_samples"] > 0
-    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-56", "step-60"]
+    assert sorted(path.name for path in (run / "checkpoints").glob("step-*")) == ["step-36", "step-40"]
     assert lines_of(run / "evaluations.jsonl")[-1]["loss"] < lines_of(run / "evaluations.jsonl")[0]["loss"]
     _other_commands_read_it(run, config, tmp_path)
 
 
-def _service(run: Path) -> int:
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        words = path.read_bytes().decode().split("\0")
-        if "serve" in words and str(run) in words:
-            return int(path.parent.name)
-    raise AssertionError("no service runs")
-
-
 def _other_commands_read_it(run: Path, config: Path, tmp_path: Path) -> None:
     report = run_sdp("report", run).stdout
-    assert re.search(r"rounds +15\ngroups alive +\d\nlate deliveries +\d", report), report
+    assert re.search(r"rounds +10\ngroups alive +\d\nlate deliveries +\d", report), report
     assert re.search(r"a round of group 1 +0\.\d\d MB, \d+\.\d\d s", report), report
     found = json.loads(run_sdp("evaluate", run, "--json").stdout.splitlines()[-1])
     assert found["loss"] == pytest.approx(found["in_training"], rel=1e-5)
     export = run_sdp("export", run, "--to", "hf", tmp_path / "hf")
     assert export.returncode == 0, export.stderr
     settings = json.loads(config.read_text())
-    settings["training"]["steps"] = 64
+    settings["training"]["steps"] = 44
     settings["data"]["path"] = str(run / "corpus")
     del settings["sdp"]["sync"]["service"]
     for sync in (settings["sdp"]["sync"], None):
