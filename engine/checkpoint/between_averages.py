@@ -257,21 +257,22 @@ def _reader(wanted: dict[str, Any], source: _Source, at: list[int], like: torch.
         read = torch.zeros_like(like, memory_format=torch.contiguous_format)
         want(source.key, Chunks([read], [at], torch.Size(source.sizes)))
         return lambda: read
-    # Only whole rows can be decoded. Two boxes may need the same rows.
-    blocks = -(-torch.Size(source.sizes[1:]).numel() // BLOCK)
-    rows, first = len(like), torch.Size((at[0], *(0 for _ in at[1:])))
-    known = wanted.get(source.key)
-    if known is None or first not in known.offsets:
-        codes = torch.zeros((rows, *source.sizes[1:]), dtype=torch.uint8, device=like.device)
-        scales = torch.zeros((rows, blocks), device=like.device)
-        want(source.key, Chunks([codes], [first], torch.Size(source.sizes)))
-        want(source.key + SCALES, Chunks([scales], [first[:2]], torch.Size((source.sizes[0], blocks))))
-    index = wanted[source.key].offsets.index(first)
+    # Only whole rows can be decoded. Boxes that begin at the same row share what is read.
+    width, rows, index = source.sizes[1:], len(like), 0
+    blocks = (-(-torch.Size(width).numel() // BLOCK),)
+    for key, sizes, dtype in ((source.key, width, torch.uint8), (source.key + SCALES, blocks, torch.float32)):
+        whole, first = torch.Size((source.sizes[0], *sizes)), torch.Size((at[0], *(0 for _ in sizes)))
+        read = torch.zeros((rows, *sizes), dtype=dtype, device=like.device)
+        if key not in wanted or first not in wanted[key].offsets:
+            want(key, Chunks([read], [first], whole))
+        index = wanted[key].offsets.index(first)
+        if len(wanted[key].locals[index]) < rows:
+            wanted[key].locals[index] = read
     columns = tuple(slice(start, start + size) for start, size in zip(at[1:], like.shape[1:], strict=True))
 
     def decode() -> torch.Tensor:
         both = wanted[source.key].locals[index], wanted[source.key + SCALES].locals[index]
-        return Codes(source.moment, like.device).decode(*both)[(slice(None), *columns)]
+        return Codes(source.moment, like.device).decode(*both)[(slice(rows), *columns)]
 
     return decode
 
