@@ -27,7 +27,6 @@ def test_ranks_end_with_a_forked_command_that_is_killed(corpus: Path, tmp_path: 
     until(lambda: not any(alive(pid) for pid in below))
 
 
-@pytest.mark.slow
 def test_commands_do_not_see_what_others_have_left(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The same losses as with new interpreters, before and after a command that fails."""
     config = write_config(tiny_config(corpus, groups=2, steps=3), tmp_path)

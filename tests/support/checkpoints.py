@@ -152,7 +152,7 @@ def resumed(case: Case, folder: str, name: str = "fsdp2", every: int = 1) -> tup
     engine, expected, found = make_engine(case, name), [], []
     losses: list[float] = []
     steps = SCHEDULED_STEPS if case.sync or case.masking.startswith("[") else 3
-    starts = range(max(every, 2 if case.sync else 1), steps, every)
+    starts = range(every, steps, every)
     for step in range(steps):
         if step in starts:
             engine.save_checkpoint(folder, tag=f"before-{step + 1}")

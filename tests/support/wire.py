@@ -120,7 +120,7 @@ def main() -> None:
     try:
         rows = {}
         for groups, stage, masking in ((4, 0, "forward"), (2, 0, "forward"), (2, 3, "forward"), (4, 0, "backward")):
-            answers = pool.run(wire.train, groups, stage, masking, 2, world=4)
+            answers = pool.run(wire.train, groups, stage, masking, 4, world=4)
             counted = {
                 kind: sum(sent.get(kind, 0) for _, sent, _ in answers)
                 for kind in {k for _, sent, _ in answers for k in sent}

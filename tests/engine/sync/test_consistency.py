@@ -47,9 +47,9 @@ def _digests_after(case: Case, steps: int) -> tuple[dict[str, str], dict[str, st
     ("case", "steps"),
     [
         # Fewer steps: weights that differ at all differ after a few.
-        (Case(2, 2, 2, 1, optimizer="adamw", bf16=True, model="llama"), 6),
-        (Case(2, 2, 3, 1, optimizer="adamw", model="even-llama", tp=2), 6),
-        (Case(4, 1, 0, 1, optimizer="adamw", model="llama-of-3", neurons=3), 6),
+        (Case(2, 2, 2, 1, optimizer="adamw", bf16=True, model="llama"), 12),
+        (Case(2, 2, 3, 1, optimizer="adamw", model="even-llama", tp=2), 12),
+        (Case(4, 1, 0, 1, optimizer="adamw", model="llama-of-3", neurons=3), 12),
     ],
     ids=str,
 )  # fmt: skip
