@@ -91,6 +91,8 @@ def _alone(case: Case) -> int:
     size = case.fsdp * case.tp
     group, rank = divmod(dist.get_rank(), size)
     store = _get_default_store()
+    store.set(f"connected {dist.get_rank()}", b"")
+    store.wait([f"connected {other}" for other in range(dist.get_world_size())])  # others may still be connecting to it
     dist.destroy_process_group()
     dist.init_process_group("gloo", store=dist.PrefixStore(f"group {group}", store), rank=rank, world_size=size)
     return group
