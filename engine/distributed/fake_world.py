@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # this import registers the backend
 
+    hook = sys.excepthook  # torch adds the rank to tracebacks
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         with warnings.catch_warnings():
@@ -24,3 +26,4 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
             yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook

@@ -131,17 +131,19 @@ class Communicators:
             local_steps: whether groups take steps on their own (``sdp.sync``).
         """
         # All ranks create all groups: use_local_synchronization hangs if groups overlap in a cycle.
+        # In a plan, there are no other ranks.
+        is_plan = dist.get_backend() == "fake"
         self = cls(mesh, dist.get_rank(), replicate_inside)
         at = mesh.coordinates(self.rank)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
         if local_steps:  # control messages use the group of the world, so that they do not wait for averages
             made.clear()
 
-        def group_of(ranks: list[int]) -> dist.ProcessGroup:
+        def group_of(ranks: list[int]) -> dist.ProcessGroup | None:
             key = tuple(ranks)
-            if key not in made:
+            if key not in made and not (is_plan and self.rank not in ranks):
                 made[key] = new_group(ranks, backend=_backend())
-            return made[key]
+            return made.get(key)
 
         shards_state = not replicate_inside and mesh.fsdp > 1
         if shards_state:
@@ -157,12 +159,13 @@ class Communicators:
         for holders, ranks in lists:
             made_group = group_of(ranks)
             if self.rank in ranks:
-                self.holders[holders] = made_group
+                self.holders[holders] = made_group  # type: ignore[assignment]
         for source, groups in sorted(set(refreshes)) if together else ():
             for ranks in zip(*map(mesh.ranks_of, groups), strict=True):
-                holders = new_group(list(ranks), backend=_backend())
+                if not is_plan or self.rank in ranks:
+                    made_group = new_group(list(ranks), backend=_backend())
                 if self.rank in ranks:
-                    self.refresh[source, groups] = holders  # type: ignore[assignment]
+                    self.refresh[source, groups] = made_group  # type: ignore[assignment]
         if local_steps:
             own_ranks = mesh.ranks_of(at.sdp)
             for sdp in mesh.groups:

@@ -94,8 +94,8 @@ def messages_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield message
 
 
-def pack(parts: Iterable[Part]) -> bytes:
-    """Encode slices and their tensors as bytes, in the safetensors format, for :func:`unpack`."""
+def encode(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a message, by the JSON of their slices."""
     packed = dict[str, torch.Tensor]()
     for piece, tensor, kind in parts:
         key = json.dumps(piece)
@@ -103,7 +103,12 @@ def pack(parts: Iterable[Part]) -> bytes:
             packed[key], packed[_SCALES + key] = quantise(tensor)
         else:
             packed[key] = tensor.bfloat16() if kind == "bf16" else tensor
-    return save({key: value.detach().cpu().contiguous() for key, value in packed.items()})
+    return packed
+
+
+def pack(parts: Iterable[Part]) -> bytes:
+    """Encode slices and their tensors as bytes, in the safetensors format, for :func:`unpack`."""
+    return save({key: value.detach().cpu().contiguous() for key, value in encode(parts).items()})
 
 
 def unpack(body: bytes) -> dict[Slice, torch.Tensor]:

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ..distributed.collectives import TensorRanks, Traffic
+from ..config.schema import Config
+from ..distributed.collectives import TensorRanks, Traffic, all_gather_single
 from ..distributed.mesh import Coordinates, Holders, Mesh
 from ..distributed.process_groups import Communicators
 from ..errors import ConfigError
@@ -71,6 +72,10 @@ class Messages:
     def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
         """Start to broadcast ``tensor`` from rank ``source`` of ``group``. Returns a handle."""
         return dist.broadcast(tensor, group_src=source, group=group, async_op=True)
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> Any:
+        """Start to gather ``part`` of all ranks of ``group`` in ``whole``. Returns a handle."""
+        return all_gather_single(whole, part, group=group, async_op=True)
 
 
 class DeviceMessages(Messages):
@@ -214,6 +219,22 @@ class RankContext:
         if group is not None:
             self.traffic.record("control", "all_reduce", values.nbytes, dist.get_process_group_ranks(group))
             dist.all_reduce(values, group=group)
+
+
+def make_communicators(layout: Layout, config: Config, *, alone: bool = False) -> Communicators:
+    """Create all process groups of a run, and return those of this rank. Collective.
+
+    ``alone``: whether FSDP2 wraps parameters that are not sharded.
+    """
+    phases = [layout.in_phase(masking) for masking in (layout.masking, *config.sdp.maskings)]
+    return Communicators.build(
+        layout.mesh,
+        {info.holders for info in layout.parameters.values()},
+        replicate_inside=config.zero_optimization.stage == 0,
+        alone=alone,
+        refreshes={(refresh.source, refresh.members) for phase in phases for refresh in phase.refreshes},
+        local_steps=config.sdp.sync is not None,
+    )
 
 
 class Averages(Protocol):

@@ -46,7 +46,7 @@ def quantise(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tens
         shape of ``weight``, or for "nf4" uint8 of shape (rows, half of a row rounded up), with two
         numbers per byte. The scales are uint8 of shape (rows, 2 · blocks).
     """
-    rows, tail = weight.shape[0], weight[0].numel()
+    rows, tail = weight.shape[0], weight.shape[1:].numel()
     blocks = -(-tail // BLOCK)
     padded = nn.functional.pad(weight.reshape(rows, tail), (0, blocks * BLOCK - tail)).view(rows, blocks, BLOCK)
     largest = padded.abs().amax(2, keepdim=True)

@@ -115,7 +115,7 @@ class BetweenGroups:
         holders = context.communicators.holders
         self._sync = GradientSync(
             context.buckets, self._tensors, holders, context.traffic,
-            clock=context.clock, all_reduce=context.messages.all_reduce,
+            clock=context.clock, messages=context.messages,
         )  # fmt: skip
         self._inner = self._make_inner_sync() if config.sdp.sync is not None else None
         trained = [one for one in store.stepped.values() if one.tensor.requires_grad]
@@ -144,7 +144,7 @@ class BetweenGroups:
         weights = {name: stored_tensor(parameter) for name, parameter in everything.items()}
         refresh = self._refresh = WeightRefresh(
             layout.refreshes, weights, context.communicators.refresh, context.traffic, context.compute_dtype,
-            context.messages.broadcast, self._quantise,
+            context.messages, self._quantise,
             {name for name, info in layout.parameters.items() if info.is_quantised(layout.copies.dtype)},
         )  # fmt: skip
         while self._hooks:

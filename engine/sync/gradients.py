@@ -26,14 +26,7 @@ from ..errors import HolderMismatchError, ModelError
 from ..optim.clip import squared_norm
 from ..placement.placement import Bucket, Refresh
 from ..placement.units import SHARED
-from ..stores.store import GroupStore, Stepped
-
-AllReduce = Callable[[torch.Tensor, dist.ProcessGroup], Any]
-
-
-def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Start to sum ``tensor`` in place over ``group``. Returns a work handle."""
-    return dist.all_reduce(tensor, group=group, async_op=True)
+from ..stores.store import GroupStore, Messages, Stepped
 
 
 class PendingBucket:
@@ -80,14 +73,14 @@ class PendingBucket:
         _fill_with_zeros(self.parameters)
         self._missing = 0
 
-    def launch(self, all_reduce: AllReduce, traffic: Traffic) -> None:
+    def launch(self, messages: Messages, traffic: Traffic) -> None:
         """Start to average the gradients among the ranks of the group."""
         assert self.is_ready and self._buffer is None, "a bucket is launched once, when all of its gradients are ready"
         self._buffer = _coalesce(self.parameters, self._ranks)
         if self._buffer.numel() == 0:
             return  # no rank of this communicator has a row of these parameters
         traffic.record(self._scope, "all_reduce", self._buffer.nbytes, dist.get_process_group_ranks(self._group))
-        self._work = all_reduce(self._buffer, self._group)
+        self._work = messages.all_reduce(self._buffer, self._group)
 
     def wait(self) -> None:
         """Wait until the ``grad`` of every parameter in the bucket is the average."""
@@ -109,6 +102,7 @@ class GradientSync:
         communicators: for each set of holders, the process group that averages. A set is missing if
             this rank is its only rank.
         clock: returns the time in seconds. It measures how long this rank waits after backward.
+        messages: starts the all-reduces.
         scope: the label under which the sent bytes are counted.
 
     Attributes:
@@ -123,10 +117,10 @@ class GradientSync:
         traffic: Traffic,
         *,
         clock: Callable[[], float] = time.perf_counter,
-        all_reduce: AllReduce = start_all_reduce,
+        messages: Messages = Messages(),  # noqa: B008 (it has no state)
         scope: Scope = "between groups",
     ):
-        self._traffic, self._clock, self._all_reduce = traffic, clock, all_reduce
+        self._traffic, self._clock, self._messages = traffic, clock, messages
         self.exposed_seconds = 0.0
         self._pending: list[PendingBucket] = []
         self._alone: list[torch.Tensor] = []  # held by this rank only: nothing to send, so no hook
@@ -189,7 +183,7 @@ class GradientSync:
     def _launch_ready(self) -> None:
         """Launch the buckets that are ready, up to the first in the global order that is not."""
         while self._next < len(self._pending) and self._pending[self._next].is_ready:
-            self._pending[self._next].launch(self._all_reduce, self._traffic)
+            self._pending[self._next].launch(self._messages, self._traffic)
             self._next += 1
 
 
@@ -343,7 +337,7 @@ class WeightRefresh:
         communicators: the process groups of this rank's broadcasts. A key has the SDP group that
             sends, and all SDP groups that take part.
         dtype: the dtype of the frozen copies. Weights are cast to it before they are sent.
-        broadcast: starts to broadcast a tensor from a rank of a process group.
+        messages: starts the broadcasts.
         quantise: given a name and a weight, returns the two tensors of a quantised copy. If the
             weight is None, the held parameter of this name is quantised.
         quantised: the names of the parameters whose copies are quantised.
@@ -356,13 +350,11 @@ class WeightRefresh:
         communicators: Mapping[tuple[int, Holders], dist.ProcessGroup],
         traffic: Traffic,
         dtype: torch.dtype,
-        broadcast: Callable[[torch.Tensor, int, dist.ProcessGroup], Any] = lambda tensor, source, group: dist.broadcast(
-            tensor, group_src=source, group=group, async_op=True
-        ),
-        quantise: Callable[[str, torch.Tensor | None], Sequence[torch.Tensor]] = lambda *_: (),
-        quantised: Collection[str] = (),
+        messages: Messages,
+        quantise: Callable[[str, torch.Tensor | None], Sequence[torch.Tensor]],
+        quantised: Collection[str],
     ):
-        self._broadcast, self._quantise, self._quantised = broadcast, quantise, quantised
+        self._messages, self._quantise, self._quantised = messages, quantise, quantised
         self._refreshes = [refresh for refresh in refreshes if (refresh.source, refresh.members) in communicators]
         self._parameters, self._communicators = parameters, communicators
         self._traffic, self._dtype = traffic, dtype
@@ -390,7 +382,7 @@ class WeightRefresh:
                     continue
                 if passes_on(index, source, len(ranks)):
                     self._traffic.record("between groups", "broadcast", tensor.nbytes, ranks)
-                work = self._broadcast(tensor, source, group)
+                work = self._messages.broadcast(tensor, source, group)
                 assert work is not None
                 pending.append((work, tensor))  # the tensor must live until it is sent
 

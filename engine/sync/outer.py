@@ -24,31 +24,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from ..config.method import SyncSection
-from ..distributed.collectives import Traffic, all_gather_single
+from ..distributed.collectives import Traffic
 from ..distributed.mesh import Holders
 from ..optim.clip import squared_norm
 from ..placement.layout import Layout
 from ..placement.placement import Bucket
 from ..placement.units import SHARED
-from .gradients import AllReduce, start_all_reduce
+from ..stores.store import Messages
 
 Compression = Literal["none", "bf16", "int8"]
 LARGEST = 127
-
-
-class Exchange(Protocol):
-    """A collective that sums tensors over ranks, and that has started but not ended."""
-
-    def wait(self) -> list[torch.Tensor]:
-        """Wait for the collective, and return the sums in the shapes of the tensors."""
-        ...
 
 
 class ReducedExchange:
@@ -60,16 +52,17 @@ class ReducedExchange:
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         traffic: Traffic,
-        all_reduce: AllReduce,
+        messages: Messages,
     ):
         self._shapes = [tensor.shape for tensor in tensors]
         self._buffer = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(dtype)
         self._work: Any = None
         if self._buffer.numel():
             traffic.record("between groups", "all_reduce", self._buffer.nbytes, dist.get_process_group_ranks(group))
-            self._work = all_reduce(self._buffer, group)
+            self._work = messages.all_reduce(self._buffer, group)
 
     def wait(self) -> list[torch.Tensor]:
+        """Wait for the all-reduce, and return the sums in the shapes of the tensors."""
         if self._work is not None:
             self._work.wait()
         flat = self._buffer.float()
@@ -90,6 +83,7 @@ class GatheredExchange:
         errors: Sequence[torch.Tensor],
         group: dist.ProcessGroup,
         traffic: Traffic,
+        messages: Messages,
     ):
         self._shapes = [tensor.shape for tensor in tensors]
         self._ranks = dist.get_world_size(group)
@@ -107,10 +101,11 @@ class GatheredExchange:
         for all_of, part in ((self._integers, mine), (self._scales, own_scales)):
             if part.numel():
                 traffic.record("between groups", "all_gather", all_of.nbytes, dist.get_process_group_ranks(group))
-                work = all_gather_single(all_of.view(-1), part, group=group, async_op=True)
+                work = messages.all_gather(all_of.view(-1), part, group)
                 self._works.append((work, part))  # the part must live until it is sent
 
     def wait(self) -> list[torch.Tensor]:
+        """Wait for the collectives, and return the sums in the shapes of the tensors."""
         for work, _ in self._works:
             work.wait()
         totals = [torch.zeros(shape, device=self._scales.device) for shape in self._shapes]
@@ -156,15 +151,6 @@ def rounded(tensor: torch.Tensor, error: torch.Tensor | None, compression: Compr
         error.copy_(tensor - sent)
         return sent
     return tensor
-
-
-def sent_nbytes(shape: Sequence[int], compression: Compression) -> int:
-    """Return the number of bytes of a tensor of ``shape`` in the format ``compression``."""
-    numel = torch.Size(shape).numel()
-    if compression == "int8":
-        rows = (shape[0] if len(shape) > 1 else 1) if numel else 1
-        return numel + 4 * rows
-    return numel * (2 if compression == "bf16" else 4)
 
 
 class Rounds:
@@ -272,6 +258,7 @@ class OuterSteps:
             parameter only once.
         sum_over_ranks: sums a float64 tensor over all ranks, in place.
         clock: measures the time spent waiting, in seconds.
+        messages: starts the messages between groups.
         is_slice: given a name, whether it is a slice of a parameter. Checkpoints join the optimizer
             state of all slices, so slices with one holder need state, too.
     """
@@ -291,13 +278,13 @@ class OuterSteps:
         traffic: Traffic,
         sum_over_ranks: Callable[[torch.Tensor], None],
         clock: Callable[[], float] = time.perf_counter,
-        all_reduce: AllReduce = start_all_reduce,
+        messages: Messages = Messages(),  # noqa: B008 it has no state
         is_slice: Callable[[str], bool] = lambda _: False,
     ):
         self._sync, self._weights, self._names = sync, weights, list(names)
         self._counts, self._counts_once, self._is_slice = counts, counts_once, is_slice
         self._device, self._traffic, self._sum = device, traffic, sum_over_ranks
-        self._clock, self._all_reduce = clock, all_reduce
+        self._clock, self._messages = clock, messages
         self.exposed_seconds = 0.0
         self._under_way: tuple[int, list[Average]] | None = None
         self._buckets: dict[int, list[tuple[tuple[str, ...], Holders, dist.ProcessGroup | None]]] = {}
@@ -331,15 +318,17 @@ class OuterSteps:
             averages.append(Average(names, changes if exchange is None else [], exchange, before, keeps))
         self._under_way = fragment, averages
 
-    def _exchange(self, names: Sequence[str], changes: list[torch.Tensor], group: dist.ProcessGroup) -> Exchange:
+    def _exchange(
+        self, names: Sequence[str], changes: list[torch.Tensor], group: dist.ProcessGroup
+    ) -> ReducedExchange | GatheredExchange:
         shares = torch._foreach_div(changes, dist.get_world_size(group))
         changes.clear()
         if self._sync.compression == "int8":
             errors = [self.errors[name] for name in names]
             shares = [share + error.to(self._device) for share, error in zip(shares, errors, strict=True)]
-            return GatheredExchange(shares, errors, group, self._traffic)
+            return GatheredExchange(shares, errors, group, self._traffic, self._messages)
         dtype = torch.bfloat16 if self._sync.compression == "bf16" else torch.float32
-        return ReducedExchange(shares, group, dtype, self._traffic, self._all_reduce)
+        return ReducedExchange(shares, group, dtype, self._traffic, self._messages)
 
     @torch.no_grad()
     def arrive(self) -> OuterFacts:
@@ -505,7 +494,7 @@ class Average:
 
     names: tuple[str, ...]
     changes: list[torch.Tensor]
-    exchange: Exchange | None
+    exchange: ReducedExchange | GatheredExchange | None
     before: list[torch.Tensor] | None
     keeps_weights: bool
 

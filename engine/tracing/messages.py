@@ -1,32 +1,57 @@
-"""Computes what each rank of a run sends in a step, from the trace of a single rank.
+"""Finds what each rank of a run sends in a step, from the trace of a single rank.
 
 All ranks of a group send the same inside the group, so the trace of one rank shows these messages.
-What a rank sends to other groups depends on the holders of each unit, which the layout lists.
+What a rank sends to other groups depends on the holders of each unit. So for each group, the code
+that sends it runs once, with tensors that have shapes and no data.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
 
 from ..config.schema import Config
-from ..distributed.collectives import Collective, Kind
-from ..distributed.mesh import Coordinates, Holders
+from ..distributed.collectives import Among, Collective, Traffic
+from ..distributed.fake_world import fake_world
 from ..placement.layout import Layout
-from ..placement.tensor_info import TensorInfo
-from ..sync.outer import fragments_of, sent_nbytes
+from ..placement.tensor_info import Shard, TensorInfo
+from ..service.anchors import Slice
+from ..service.wire import encode
+from ..stores import store
+from ..subnetwork.copies import quantise
+from ..sync.gradients import GradientSync, WeightRefresh
+from ..sync.outer import Compression, OuterSteps, fragments_of
 
-Sums = Counter[tuple[Kind, Holders]]
+
+class _Counted(store.Messages):
+    """Starts no message. The caller has counted it. Waiting for one returns at once."""
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> Any:
+        return self
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: Any) -> Any:
+        return self
+
+    def all_gather(self, whole: torch.Tensor, part: torch.Tensor, group: Any) -> Any:
+        return self
+
+    def wait(self) -> None:
+        pass
 
 
 class Messages:
-    """Computes what each rank of a run sends, by the kind of collective."""
+    """Finds what each rank of a run sends, by the kind of collective."""
 
     def __init__(self, layout: Layout, config: Config):
-        self._layout, self._mesh, self._sync = layout, layout.mesh, config.sdp.sync
-        self._shards, self._compute_bytes = layout.mesh.shards(config.zero_optimization.stage), config.compute_bytes
-        self._known: dict[tuple[int, int, int | None], Sums] = {}  # thousands of ranks share a few sums
+        self._layout, self._config, self._mesh, self._sync = layout, config, layout.mesh, config.sdp.sync
+        self._shards = layout.mesh.shards(config.zero_optimization.stage)
+        self._known: dict[tuple[int, int], list[Counter[Among]]] = {}  # thousands of ranks share a few sums
+        self._moves: dict[Any, tuple[int, ...]] = {}
 
     def of_step(self, rank: int, traced: int, inside: Iterable[Collective]) -> list[Collective]:
         """Return what ``rank`` sends in a step. With local steps, averages of weights are left out.
@@ -37,8 +62,8 @@ class Messages:
                 ``rank``.
             inside: The collectives of ``traced`` in that step, without those between groups.
         """
-        found = [one._replace(ranks=self._moved(one.ranks, traced, rank)) for one in inside]
-        return found if self._sync is not None else found + self._between(rank, None)
+        found = [one._replace(ranks=self._moved(one.ranks, rank)) for one in inside]
+        return found if self._sync is not None else found + self._between(rank, 0)
 
     def of_round(self, rank: int) -> list[Collective]:
         """Return what ``rank`` sends to other groups in a round of local steps."""
@@ -47,13 +72,15 @@ class Messages:
 
     def of_service(self) -> tuple[int, int]:
         """Return the bytes that the averaging service receives and sends in a round."""
+        mesh, compression = self._mesh, self._sync.compression if self._sync is not None else "none"
         received = sent = 0
-        for group in range(self._mesh.sdp):
-            for info in self._layout.held(group):
-                if info.trainable and self._sync is not None:
-                    received += sent_nbytes(info.shape, self._sync.compression if len(info.holders) > 1 else "none")
-                    sent += sent_nbytes(info.shape, "none")
-            sent += sum(sent_nbytes(info.shape, "none") for info in self._layout.frozen(group))
+        for group in mesh.groups:
+            held = [info for info in self._layout.held(group) if info.trainable]
+            for info in held:  # ranks with equal tensors deliver one of them
+                kind = compression if len(info.holders) > 1 else "none"
+                received += _nbytes(info, kind) * (1 if info.tp_dim is None else mesh.tp)
+            for info in (*held, *self._layout.frozen(group)):  # every rank fetches what it has
+                sent += _nbytes(info, "none") * mesh.tp * (mesh.fsdp // self._shards)
         return received, sent
 
     def in_busiest_step(self, rank: int) -> float:
@@ -71,64 +98,103 @@ class Messages:
             steps += sent.values()
         return max(steps, default=0.0)
 
-    def _between(self, rank: int, fragment: int | None) -> list[Collective]:
-        """Return what a rank sends between groups, in a step or in the average of ``fragment``."""
+    def _between(self, rank: int, fragment: int) -> list[Collective]:
+        """Return what a rank sends between groups in a step, or in the average of ``fragment``."""
         at = self._mesh.coordinates(rank)
-        index = at.fsdp if self._has_unequal_shards else 0
-        key = at.sdp, index, fragment
+        key = at.sdp, self._alike[at.fsdp]
         if key not in self._known:
-            self._known[key] = self._sums(at.sdp, index, fragment)
-        found = []
-        for (kind, groups), nbytes in self._known[key].items():
-            if len(ranks := self._among(kind, groups, at)) > 1 and nbytes:
-                # Quantised changes cannot be added on the way, so all of them are gathered.
-                whole = nbytes * len(ranks) if kind == "all_gather" else nbytes
-                found.append(Collective("between groups", kind, ranks, whole))
-        return found
+            self._known[key] = self._sent(*key)
+        sent = self._known[key][fragment].items()
+        return [Collective(scope, kind, self._moved(ranks, rank), nbytes) for (scope, kind, ranks), nbytes in sent]
 
     @cached_property
-    def _has_unequal_shards(self) -> bool:
-        rows = {info.tp_shape[0] if info.shape else 1 for info in self._layout.parameters.values()}
-        return self._shards > 1 and any(count % self._shards for count in rows)
+    def _alike(self) -> list[int]:
+        """For each data rank of a group, the first one whose shards have the same shapes."""
+        infos = {info.tp_shape[0] if info.shape else 1: info for info in self._layout.parameters.values()}
+        first: dict[Any, int] = {}
+        indices = range(self._mesh.fsdp) if self._shards > 1 else [0] * self._mesh.fsdp
+        sizes = (tuple(info.shard_numel(self._shards, index) for info in infos.values()) for index in indices)
+        return [first.setdefault(key, index) for index, key in zip(indices, sizes, strict=True)]
 
-    def _sums(self, group: int, index: int, fragment: int | None) -> Sums:
-        """Return the bytes of a rank's own buffers, by kind and by the groups that take part."""
-        sums: Sums = Counter()
-        compression = self._sync.compression if self._sync is not None and fragment is not None else "none"
-        for info in self._of(fragment, self._layout.held(group)):
-            if fragment is None or len(info.holders) > 1:
-                first, last = info.shard_rows(self._shards, index)
-                shape = (last - first, *info.tp_shape[1:]) if info.shape else ()
-                kind: Kind = "all_gather" if compression == "int8" else "all_reduce"
-                sums[kind, info.holders] += sent_nbytes(shape, compression)
-        for refresh in self._layout.refreshes:
-            if refresh.sent_by(group):
-                infos = self._of(fragment, (self._layout.parameters[name] for name in refresh.names))
-                copies = self._layout.copies
-                sizes = (i.copy_nbytes(copies.dtype, self._compute_bytes, self._shards, index) for i in infos)
-                sums["broadcast", refresh.members] += sum(sizes) // copies.refresh_every  # the mean of the steps
-        return sums
+    def _sent(self, group: int, index: int) -> list[Counter[Among]]:
+        """Return what a rank sends to other groups in a step, or in the average of each fragment.
 
-    def _of(self, fragment: int | None, infos: Iterable[TensorInfo]) -> Iterator[TensorInfo]:
-        return (i for i in infos if i.trainable and (fragment is None or self._fragments[i.name] == fragment))
+        With frozen copies that are refreshed rarely, the result is the mean of the steps.
+        """
+        layout, mesh, copies = self._layout, self._mesh, self._layout.copies
+        dtype = getattr(torch, self._config.precision)
+        quantised = {name for name, info in layout.parameters.items() if info.is_quantised(copies.dtype)}
 
-    @cached_property
-    def _fragments(self) -> dict[str, int]:
-        return fragments_of(self._layout, self._sync.fragments if self._sync is not None else 1)
+        def shard(info: TensorInfo) -> torch.Tensor:
+            first, last = info.shard_rows(self._shards, index)
+            return torch.empty((last - first, *info.tp_shape[1:]) if info.shape else (), device="meta")
 
-    def _among(self, kind: Kind, groups: Holders, at: Coordinates) -> tuple[int, ...]:
-        # If nothing is sharded, the ranks of one group average among themselves too.
-        everywhere = kind != "broadcast" and self._shards == 1
-        positions = range(self._mesh.fsdp) if everywhere else (at.fsdp,)
-        return tuple(self._mesh.rank(group, fsdp, at.tp) for group in sorted(groups) for fsdp in positions)
+        held = {i.name: nn.Parameter(shard(i), requires_grad=i.trainable) for i in layout.held(group)}
+        tensors: dict[str, torch.Tensor] = {**held}
+        for info in layout.frozen(group):
+            if info.name in quantised:
+                tensors |= zip((f"{info.name}:q", f"{info.name}:s"), quantise(shard(info), copies.dtype), strict=True)
+            else:
+                tensors[info.name] = shard(info).to(dtype)
+        traffic, counted, buckets = Traffic(), _Counted(), layout.buckets(lambda _: False)
+        with fake_world(mesh.rank(group, index), mesh.world_size):
+            groups = store.make_communicators(layout, self._config)
+            refresh = WeightRefresh(
+                layout.refreshes, tensors, groups.refresh, traffic, dtype, counted,
+                lambda name, _: quantise(held[name].detach(), copies.dtype), quantised,
+            )  # fmt: skip
+            trained = [name for name, parameter in held.items() if parameter.requires_grad]
+            if self._sync is None:
+                gradients = GradientSync(buckets, held, groups.holders, traffic, messages=counted)
+                gradients.arm()
+                gradients.finish()
+                refresh.start([name for name, info in layout.parameters.items() if info.trainable])
+                return [_mean(traffic, copies.refresh_every)]
+            fragments = fragments_of(layout, self._sync.fragments)
+            outer = OuterSteps(
+                self._sync.model_copy(update={"offload": "none"}), buckets, lambda name: held[name].detach(), trained,
+                fragments, groups.holders, counts=bool, counts_once=bool, device=torch.device("meta"), traffic=traffic,
+                sum_over_ranks=lambda _: None, messages=counted,
+            )  # fmt: skip
+            found = []
+            for fragment in range(self._sync.fragments):
+                outer.start(fragment)
+                outer.restart(None)
+                refresh.start([name for name, other in fragments.items() if other == fragment])
+                found.append(_mean(traffic, copies.refresh_every))
+                traffic.reset()
+            return found
 
-    def _moved(self, ranks: tuple[int, ...], one: int, other: int) -> tuple[int, ...]:
-        """Return the ranks with which ``other`` communicates, if ``one`` does so with ``ranks``."""
-        if one == other or len(ranks) == self._mesh.world_size:
-            return ranks
-        old, new = self._mesh.coordinates(one), self._mesh.coordinates(other)
-        if ranks == self._mesh.neighbours(old.sdp, old.fsdp):
-            return self._mesh.neighbours(new.sdp, new.fsdp)
-        first, end = self._mesh.rank(new.sdp), self._mesh.rank(new.sdp + 1)
-        is_group = len(ranks) == end - first
-        return tuple(range(first, end) if is_group else range(first + new.tp, end, self._mesh.tp))
+    def _moved(self, ranks: tuple[int, ...], to: int) -> tuple[int, ...]:
+        """Return the ranks with which ``to`` communicates, if another rank does so with ``ranks``.
+
+        The ranks then differ in the same coordinates.
+        """
+        mesh, at = self._mesh, self._mesh.coordinates(to)
+        inside = mesh.coordinates(ranks[0]).sdp == mesh.coordinates(ranks[-1]).sdp
+        key = ranks, at.sdp if inside else None, at.fsdp, at.tp
+        if key not in self._moves:
+            others = [mesh.coordinates(rank) for rank in ranks]
+            fsdp, tp = {other.fsdp for other in others}, {other.tp for other in others}
+            self._moves[key] = tuple(
+                mesh.rank(
+                    at.sdp if inside else other.sdp,
+                    at.fsdp if len(fsdp) == 1 else other.fsdp,
+                    at.tp if len(tp) == 1 else other.tp,
+                )
+                for other in others
+            )
+        return self._moves[key]
+
+
+def _nbytes(info: TensorInfo, compression: Compression) -> int:
+    """Return the bytes of a tensor in a message to or from the service."""
+    part = Slice(info.name, info.offset(Shard()), tuple(info.tp_shape))
+    message = encode([(part, torch.empty(part.shape, device="meta"), compression)])
+    return sum(tensor.nbytes for tensor in message.values())
+
+
+def _mean(traffic: Traffic, refresh_every: int) -> Counter[Among]:
+    """Return what was counted, with the mean of the steps for broadcasts to frozen copies."""
+    sent = traffic.buffers.items()
+    return Counter({key: nbytes // refresh_every if key[1] == "broadcast" else nbytes for key, nbytes in sent})

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ...batch.size import BatchSize
 from ...config.schema import Config
-from ...distributed.process_groups import Communicators, new_group
+from ...distributed.process_groups import new_group
 from ...environment.detect import alone_if_unlaunched
 from ...environment.process import announced, compiler_locks
 from ...errors import ConfigError, shorten
@@ -26,7 +26,7 @@ from ...subnetwork.given_model import refuse_shapes
 from ...subnetwork.initialisation import ModuleInit
 from ...subnetwork.materialise import give_values, replace_blocks, take_values_of_rank_0
 from ...subnetwork.neurons import slice_layers
-from ..store import parameters_of
+from ..store import make_communicators, parameters_of
 from .partitions import bundles_of
 from .private import let_groups_differ, load, separate_process_groups, set_verbosity
 from .store import DeepSpeedStore
@@ -77,12 +77,7 @@ def initialize_deepspeed(
     steps_on = torch.device("cpu") if config.zero_optimization.offloads else device
     built, note = make_optimizer(config.optimizer, optimizer, ours, steps_on, grouped=True, arrangement=arrangement)
     scheduler = _scheduler(config, lr_scheduler, built, [bundle.options for bundle in held])
-    communicators = Communicators.build(
-        layout.mesh,
-        {info.holders for info in layout.parameters.values()},
-        replicate_inside=False,
-        refreshes={(refresh.source, refresh.members) for refresh in layout.refreshes},
-    )
+    communicators = make_communicators(layout, config)
     engine = _build(package, model, built, _settings(config, batch, layout), communicators.fsdp)
     if config.zero_optimization.stage == 1:
         _accumulate_in_float32(model)

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from ...config.schema import Config
 from ...distributed.collectives import TensorRanks, Traffic, all_gather_single, local_tensor, outside_inference_mode
-from ...distributed.process_groups import Communicators
 from ...model_interface import get_sharding_groups
 from ...placement.layout import Layout
 from ...placement.tensor_info import Shard
@@ -25,7 +24,16 @@ from ...subnetwork.branch_scale import BranchScale
 from ...subnetwork.carve import PassThrough, refuse_together, with_skeletons
 from ...subnetwork.given_model import refuse_shapes
 from ...subnetwork.materialise import restore_ties
-from ..store import Averages, DeviceMessages, Piece, RankContext, Stepped, optimizer_steps, parameters_of
+from ..store import (
+    Averages,
+    DeviceMessages,
+    Piece,
+    RankContext,
+    Stepped,
+    make_communicators,
+    optimizer_steps,
+    parameters_of,
+)
 from .sharding import (
     ModuleUses,
     drop_unreduced_gradients,
@@ -159,18 +167,7 @@ class Fsdp2Store:
         # One shard in float32 does not need FSDP2. Plain parameters avoid a second copy of the
         # weights.
         self._uses_fsdp = shards > 1 or compute_dtype != torch.float32 or self.home.offloads
-        communicators = Communicators.build(
-            mesh,
-            {info.holders for info in layout.parameters.values()},
-            replicate_inside=stage == 0,
-            alone=self._uses_fsdp and shards == 1,
-            refreshes={
-                (refresh.source, refresh.members)
-                for masking in (layout.masking, *config.sdp.maskings)
-                for refresh in layout.in_phase(masking).refreshes
-            },
-            local_steps=config.sdp.sync is not None,
-        )
+        communicators = make_communicators(layout, config, alone=self._uses_fsdp and shards == 1)
         self.context = RankContext(
             rank,
             mesh.coordinates(rank),

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from sdp.engine.distributed.collectives import Traffic, cut_like
 from sdp.engine.distributed.fake_world import fake_world
 from sdp.engine.placement.placement import Bucket
+from sdp.engine.stores.store import Messages
 from sdp.engine.sync.gradients import GradientSync, PendingBucket
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,13 +20,13 @@ from torch.distributed.tensor import DTensor, Shard
 EVERYONE = (0, 1)
 
 
-class Recorder:
+class Recorder(Messages):
     """An all-reduce that records its buffers; the other rank has equal gradients."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
-    def __call__(self, tensor: torch.Tensor, group: Any) -> Recorder:
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> Recorder:
         self.sizes.append(tensor.numel())
         tensor.mul_(2)
         return self
@@ -46,7 +47,7 @@ def _parameters(**sizes: int) -> dict[str, nn.Parameter]:
 
 def _sync(parameters: dict[str, nn.Parameter], recorder: Recorder, traffic: Traffic) -> GradientSync:
     buckets = [Bucket(EVERYONE, (name,)) for name in parameters]
-    return GradientSync(buckets, parameters, {EVERYONE: dist.group.WORLD}, traffic, all_reduce=recorder)  # type: ignore[dict-item]
+    return GradientSync(buckets, parameters, {EVERYONE: dist.group.WORLD}, traffic, messages=recorder)  # type: ignore[dict-item]
 
 
 def test_buckets_are_launched_in_the_global_order() -> None:
