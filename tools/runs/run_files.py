@@ -185,7 +185,7 @@ class Line(_Shape):
     orphans: dict[str, Count] | None = None
 
 
-class _Model(_Shape):
+class _Named(_Shape):
     name: str | None = None
 
 
@@ -203,10 +203,6 @@ class _Optimizer(_Shape):
     type: str = ""
 
 
-class _Data(_Shape):
-    name: str | None = None
-
-
 class _Training(_Shape):
     steps: Count | None = None
 
@@ -214,9 +210,9 @@ class _Training(_Shape):
 class RunConfig(_Shape):
     """The keys of config.json that a report reads. Other commands read the whole file."""
 
-    model: _Model | None = None
+    model: _Named | None = None
     sdp: _Groups | None = None
-    data: _Data | None = None
+    data: _Named | None = None
     optimizer: _Optimizer | None = None
     training: _Training | None = None
 
