@@ -144,7 +144,7 @@ def section_from_huggingface(directory: Path, stated: Mapping[str, Any]) -> dict
 def _parse(section: Mapping[str, Any], data: Mapping[str, int | None]) -> tuple[Entry, Section]:
     fields = dict(section)
     name = fields.pop("name", None)
-    entry = _entry(name)
+    entry = MODELS[require_known(name)]
     for key, value in data.items():
         if value is None:
             continue
@@ -157,10 +157,6 @@ def _parse(section: Mapping[str, Any], data: Mapping[str, int | None]) -> tuple[
         if key in entry.config.model_fields:
             fields[key] = _agreed(key, fields.get(key), value)
     return entry, parse_section(entry.config, fields, "model")
-
-
-def _entry(name: object) -> Entry:
-    return MODELS[require_known(name)]
 
 
 MOST_PADDING = 1024  # how many more rows a model's vocabulary often has than its tokenizer's
