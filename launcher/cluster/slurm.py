@@ -133,7 +133,7 @@ def status(dump_dir: Path) -> str:
     events = [words[2:] for words in noted if words[1] == job and words[2] != "submitted"]
     state = _STATES.get(_asked(job)) or _by_events(events)
     logs = (dump_dir / FOLDER).glob(f"job-{job}[.-]*log")
-    if state == "failed" and any(map(_says_out_of_memory, logs)):
+    if state == "failed" and any(_OUT_OF_MEMORY.search(_read_regular(log)) for log in logs):
         state = "out of memory"
     code = events[-1][1] if events and events[-1][0] == "ended" and state != "done" else None
     return f"job {job}: {state}" + (f", exit code {code}" if code else "")
@@ -179,10 +179,6 @@ def _by_events(events: Sequence[Sequence[str]]) -> str:
     if "told-to-end" in words:
         return "cancelled"
     return "failed" if "ended" in words else "running"
-
-
-def _says_out_of_memory(log: Path) -> bool:
-    return _OUT_OF_MEMORY.search(_read_regular(log)) is not None
 
 
 # Messages of torch and of SLURM. SLURM has one if it uses cgroups and one if it samples memory.
