@@ -251,12 +251,8 @@ class ZeroSection(Section):
     @property
     def offloads(self) -> bool:
         """Whether optimizer state or parameters are kept in the host's memory."""
-        return bool(self._on_host)
-
-    @property
-    def _on_host(self) -> list[OffloadSection]:
         sections = (self.offload_optimizer, self.offload_param)
-        return [section for section in sections if section is not None and section.device == "cpu"]
+        return any(section is not None and section.device == "cpu" for section in sections)
 
 
 class TorchAutocastSection(Section):
