@@ -40,14 +40,11 @@ class Checkpointer:
         beat: Heartbeat,
     ):
         self._engine, self._dump_dir, self.directory, self._beat = engine, dump_dir, directory, beat
+        self._training = engine.config.training
         self._client_state, self._recalibrated = client_state, recalibrated
         self._failures = 0  # consecutive saves that failed
         self._is_saving = False  # whether a save in the background has not been waited for
         self._has_directory = False  # whether this run has made or seen its directory of checkpoints
-
-    @property
-    def _training(self) -> Any:
-        return self._engine.config.training
 
     def resume(self) -> bool:
         """Load the newest checkpoint, and return whether there is one. Collective.
