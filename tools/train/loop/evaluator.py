@@ -75,9 +75,7 @@ class Evaluator:
             path, share, shares = paths.rank_of_path(mesh.data_rank(engine.global_rank), mesh.data_ranks)
             members = paths.members[path].tolist()
             self._own = self._batches(Subset(corpus.held_out, members), limit, share=(share, shares))
-        self._sources = {
-            name: self._batches(part, engine.config.training.evaluate_batches) for name, part in corpus.sources.items()
-        }
+        self._sources = {name: self._batches(part, limit) for name, part in corpus.sources.items()}
         self._calibration = self._calibration_batches()
 
     def is_due(self, step: int, *, is_last: bool) -> bool:
