@@ -70,7 +70,9 @@ log = logging.getLogger("sdp")
 def announce(engine: SDPEngine, optimizer_note: str) -> None:
     """Log what a run will do (layout, placement, batch, optimizer), and settings without effect."""
     config, layout = engine.config, engine.layout
-    _announce_layout(engine)
+    log.info("layout: %s processes, ZeRO stage %d", layout.mesh, config.zero_optimization.stage)
+    if config.replaces_deepspeed:
+        log.info('sdp.engine: "fsdp2" runs in place of "deepspeed", which has nothing to shard at stage 0')
     _warn_of_settings_without_effect(config, layout)
     _announce_placement(config, layout)
     _announce_sharing(engine)
@@ -94,12 +96,6 @@ def announce_hints(config: Config) -> None:
             log.info("%s has no effect: %s", path, HINT_SECTIONS[path])
         elif path in IGNORED_BY_DEEPSPEED:
             log.warning("%s has no effect: %s", path, IGNORED_BY_DEEPSPEED[path])
-
-
-def _announce_layout(engine: SDPEngine) -> None:
-    log.info("layout: %s processes, ZeRO stage %d", engine.layout.mesh, engine.config.zero_optimization.stage)
-    if engine.config.replaces_deepspeed:
-        log.info('sdp.engine: "fsdp2" runs in place of "deepspeed", which has nothing to shard at stage 0')
 
 
 def _warn_of_settings_without_effect(config: Config, layout: Layout) -> None:
