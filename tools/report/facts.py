@@ -131,6 +131,7 @@ def facts_of_all(runs: Sequence[Run]) -> list[Facts]:
 def facts_of(run: Run) -> Facts:
     """Collect the figures of one run from the content of its files."""
     summary = run.summary or {}
+    placement = Placement.from_json(run.placement) if run.placement else None
     ranks: list[Mapping[str, Any]] = summary.get("ranks") or []
     settled = run.metrics[WARM_UP_STEPS:] or run.metrics
     last = run.metrics[-1] if run.metrics else {}
@@ -144,8 +145,8 @@ def facts_of(run: Run) -> Facts:
         device=str(summary.get("device", "cpu")),
         model=_model(run),
         layout=_layout(run),
-        capacity=_capacity(run),
-        dense=_is_dense(run),
+        capacity=_capacity(placement),
+        dense=_is_dense(run, placement),
         steps=last.get("step", summary.get("steps", 0)),
         planned_steps=_section(run, "training").get("steps"),
         finished=run.summary is not None,
@@ -177,7 +178,7 @@ def facts_of(run: Run) -> Facts:
         served=_served(run),
         restarts=len(run.restarts),
         lost_steps=sum(line.get("lost_steps", 0) for line in run.restarts),
-        rates=_rates(run),
+        rates=_rates(run, placement),
         masking=describe_phases(phases_of(run.metrics)),
         phase_seconds=_phase_seconds(settled),
         path_losses=[_mean(of_groups[path::paths]) for path in range(paths)] if paths > 1 else [],
@@ -194,12 +195,7 @@ def _model(run: Run) -> str | None:
     return f"{model['name']}, {model['parameters'] / 1e6:,.1f} M" if model else _section(run, "model").get("name")
 
 
-def _placement(run: Run) -> Placement | None:
-    return Placement.from_json(run.placement) if run.placement else None
-
-
-def _is_dense(run: Run) -> bool:
-    placement = _placement(run)
+def _is_dense(run: Run, placement: Placement | None) -> bool:
     if placement is None:
         return _section(run, "sdp").get("capacity", 1.0) == 1.0
     return all(len(holders) == placement.groups for holders in placement.holders)
@@ -222,18 +218,17 @@ def _paths(run: Run) -> int:
     return (_section(run, "sdp").get("paths") or {}).get("count", 1)
 
 
-def _capacity(run: Run) -> float | None:
+def _capacity(placement: Placement | None) -> float | None:
     """Average over the groups the fraction of the units' parameters that a group holds."""
-    placement = _placement(run)
     if placement is None or not sum(placement.costs):
         return None
     return fmean(placement.held_fraction(group) for group in range(placement.groups))
 
 
-def _rates(run: Run) -> str | None:
-    placement, setting = _placement(run), _section(run, "sdp").get("lr_scale", "none")
+def _rates(run: Run, placement: Placement | None) -> str | None:
     if placement is None:
         return None
+    setting = _section(run, "sdp").get("lr_scale", "none")
     rates = describe_rates(setting, _section(run, "optimizer").get("type", ""), placement)
     return re.sub(r" \(\d+ holders?\)", "", rates) if rates else None  # a column is narrow
 
