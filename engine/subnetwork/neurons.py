@@ -171,23 +171,15 @@ def _joined(weights: Sequence[Tensor], dim: int) -> Tensor:
     return weights[0] if len(weights) == 1 else torch.cat(list(weights), dim)
 
 
-class _Sliced(nn.Module):
-    """A layer that has slices of some parameters, by the parameter's name."""
-
-    def __init__(self, slices: Mapping[str, Slices]):
-        super().__init__()
-        self.slices = dict(slices)
-
-
-class SlicedLinear(_Sliced):
+class SlicedLinear(nn.Module):
     """A linear layer that has only some slices of its weight.
 
     Slices lie along the outputs (``dim`` 0, the bias is sliced, too) or the inputs (``dim`` 1).
     """
 
     def __init__(self, linear: nn.Linear, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
-        super().__init__(slices)
-        self.out_features, self.training = linear.out_features, linear.training
+        super().__init__()
+        self.slices, self.out_features, self.training = dict(slices), linear.out_features, linear.training
         self.bias = None if "bias" in slices else linear.bias
         for key, part in slices.items():
             part.register(self, linear.get_parameter(key), dtype)
@@ -207,15 +199,15 @@ class SlicedLinear(_Sliced):
         return slices.in_parts(y, -1) if slices.dim == 0 else y
 
 
-class SlicedConv2d(_Sliced):
+class SlicedConv2d(nn.Module):
     """A convolution without bias that has only some slices of its weight.
 
     Slices lie along the output channels (``dim`` 0) or the input channels (``dim`` 1).
     """
 
     def __init__(self, convolution: nn.Conv2d, slices: Mapping[str, Slices], dtype: torch.dtype = torch.float32):
-        super().__init__(slices)
-        self.weight_shape, self.training = convolution.weight.shape, convolution.training
+        super().__init__()
+        self.slices, self.weight_shape, self.training = dict(slices), convolution.weight.shape, convolution.training
         padding: Any = convolution.padding
         self._settings: Settings = (tuple(convolution.stride), tuple(padding), tuple(convolution.dilation))
         slices["weight"].register(self, convolution.get_parameter("weight"), dtype)
