@@ -274,15 +274,13 @@ class LocalTraining:
         """Keep loss and norm of ``step`` until they have arrived from other groups."""
         self._pending.append((step, update))
 
-    def arrived(self, *, except_newest: int = 0) -> Iterator[tuple[int, LocalUpdate]]:
+    def arrived(self) -> Iterator[tuple[int, LocalUpdate]]:
         """Yield number, loss and norm of the steps that :meth:`add` kept, and forget them.
 
-        All ranks must call this after the same step, so that all make the same decisions.
-
-        Args:
-            except_newest: how many of the newest steps are kept, as they may not have arrived.
+        The newest :attr:`lag` steps are kept, as they may not have arrived. All ranks must call
+        this after the same step, so that all make the same decisions.
         """
-        while len(self._pending) > except_newest:
+        while len(self._pending) > self.lag:
             step, update = self._pending.popleft()
             yield step, update.wait()
 

@@ -276,7 +276,7 @@ class LastSteps:
         Raises:
             NonFiniteError: Groups have skipped too many consecutive steps.
         """
-        known = list(self._local.arrived(except_newest=self._local.lag))
+        known = list(self._local.arrived())
         for step, update in known:
             self._loss, self._norm = update.loss, update.norm
             self._skipped += update.skipped > 0
