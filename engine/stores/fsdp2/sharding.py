@@ -269,7 +269,8 @@ class ModuleUses:
     def begin_backward(self) -> None:
         """Prepare for a backward pass. Call this after ``set_requires_gradient_sync`` of FSDP2."""
         self._ended.clear()
-        self._held_back = [group for group in self._groups if group.reduce_grads] if self._is_reduced_late() else []
+        is_late = not self.sharded and self._forwards > 1
+        self._held_back = [group for group in self._groups if group.reduce_grads] if is_late else []
         for group in self._held_back:
             group.reduce_grads = False
 
@@ -280,9 +281,6 @@ class ModuleUses:
             group.reduce_grads = True
             group.post_backward()
             group.finalize_backward()
-
-    def _is_reduced_late(self) -> bool:
-        return not self.sharded and self._forwards > 1
 
     def _begin(self, *_: Any) -> None:
         self.is_used = True
