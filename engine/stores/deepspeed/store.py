@@ -188,17 +188,14 @@ class DeepSpeedStore:
     def weights_changed(self) -> None:
         if self.context.stage == 3:
             self.deepspeed.empty_partition_cache()  # weights that are gathered would stay
-            for key, one in self.stepped.items():
-                for name, part in self._partitions(key) if one.group is not None else ():
-                    stored_tensor(self.parameters[name]).detach().copy_(part)
+            for one in (one for one in self.stepped.values() if one.group is not None):
+                stored = [stored_tensor(self.parameters[name]).detach() for name in one.names]
+                parts = one.tensor.detach().split([tensor.numel() for tensor in stored])
+                for tensor, part in zip(stored, parts, strict=True):
+                    tensor.copy_(part)
         else:
             self._zero.update_model()
         self._note_weights()
-
-    def _partitions(self, key: str) -> Iterator[tuple[str, torch.Tensor]]:
-        one = self.stepped[key]
-        sizes = [stored_tensor(self.parameters[name]).numel() for name in one.names]
-        yield from zip(one.names, one.tensor.detach().split(sizes), strict=True)
 
     def enter_phase(self, layout: Layout) -> None:
         raise NotImplementedError  # the configuration allows one masking only
