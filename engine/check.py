@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import clip_grad_norm_
 
-from .batch.call import call_model, count_targets, loss_of
+from .batch.call import StandIn, call_model, count_targets, loss_of
 from .distributed.agreement import gather_json
 from .engine import SDPEngine
 from .errors import ConfigError
@@ -150,7 +150,8 @@ class _Plain:
         if dtype == torch.float32:
             return call_model(self._model, batch)
         cast = {name: p.to(dtype) if p.is_floating_point() else p for name, p in self._named.items()}
-        return call_model(_Called(self._model, cast), batch)
+        stand_in = StandIn(self._model, lambda *args, **kwargs: functional_call(self._model, cast, args, kwargs))
+        return call_model(stand_in, batch)
 
     def compare(self, state: Mapping[str, torch.Tensor]) -> tuple[str, float]:
         """Return the parameter that differs most, and the relative difference of all together."""
@@ -161,15 +162,3 @@ class _Plain:
         worst = max(differences, key=lambda name: differences[name] / (changes[name] or 1e-30))
         total = sum(value**2 for value in changes.values()) ** 0.5
         return worst, sum(value**2 for value in differences.values()) ** 0.5 / (total or 1e-30)
-
-
-class _Called(nn.Module):
-    """A model that computes with given tensors in place of its parameters."""
-
-    def __init__(self, model: nn.Module, tensors: Mapping[str, torch.Tensor]):
-        super().__init__()
-        self._hidden = (model, tensors)
-        self.forward = model.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return functional_call(self._hidden[0], dict(self._hidden[1]), args, kwargs)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ...batch.call import StandIn
 from ...config.schema import Config
 from ...distributed.collectives import Traffic, outside_inference_mode, stored_tensor
 from ...distributed.process_groups import Communicators
@@ -125,7 +126,7 @@ class DeepSpeedStore:
                 "before sdp.initialize"
             )
         with outside_inference_mode():
-            return call(_Called(self.deepspeed), batch)
+            return call(StandIn(self.module, self.deepspeed.__call__), batch)
 
     def backward(self, loss: torch.Tensor, averages: Averages | None) -> None:
         self._refuse_changed_weights()
@@ -232,15 +233,3 @@ class LoggedMessages(DeviceMessages):
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: dist.ProcessGroup) -> Any:
         return self.send(tensor, lambda sent: logged_broadcast(sent, source, group))
-
-
-class _Called(nn.Module):
-    """DeepSpeed's engine with the signature of the module's ``forward``."""
-
-    def __init__(self, engine: Any):
-        super().__init__()
-        self._hidden = (engine,)
-        self.forward = engine.module.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._hidden[0](*args, **kwargs)
