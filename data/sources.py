@@ -174,16 +174,10 @@ def read_documents(
     suffix = _suffix(path)
     try:
         if suffix in TEXT_SUFFIXES:
-            documents = _read_text(path, max_document_bytes)
-        elif suffix == PARQUET:
-            documents = _read_parquet(path, text_column, max_document_bytes)
-        elif suffix == ARROW:
-            documents = _read_arrow(path, text_column, max_document_bytes)
-        elif suffix == CSV:
-            documents = _read_csv(path, text_column, max_document_bytes)
+            yield from _read_text(path, max_document_bytes)
         else:
-            documents = _read_json_lines(path, text_column, max_document_bytes)
-        yield from documents
+            read = {PARQUET: _read_parquet, ARROW: _read_arrow, CSV: _read_csv}.get(suffix, _read_json_lines)
+            yield from read(path, text_column, max_document_bytes)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
 
