@@ -138,11 +138,8 @@ def _files_of(root: Path, split: str) -> tuple[list[str], list[tuple[str, int]]]
         )
     files = []
     for label, name in enumerate(classes):
-        paths = (
-            sorted(path for path in (base / name).rglob("*") if path.suffix.lower() in SUFFIXES)
-            if (base / name).is_dir()
-            else []
-        )
+        # A class may have no directory in the held-out split.
+        paths = sorted(path for path in (base / name).rglob("*") if path.suffix.lower() in SUFFIXES)
         files += [(path.relative_to(root).as_posix(), label) for path in paths]
     if not is_split:
         files = [(path, label) for path, label in files if _is_held_out(path) == (split == "held_out")]
