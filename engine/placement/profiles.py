@@ -32,17 +32,11 @@ def capacities(section: SDPSection) -> Sequence[float]:
                 "most 1"
             )
     if sum(given) < 1 - 1e-9:
-        many = isinstance(section.capacity, list)
-        what = (
-            f"the values add up to {sum(given):.3g}"
-            if many
-            else f"{section.capacity} × {section.groups} groups = {sum(given):.3g}"
-        )
-        remedy = (
-            "values that add up to at least 1"
-            if many
-            else f"a capacity of at least {math.ceil(10_000 / section.groups - 1e-9) / 10_000:g}"
-        )
+        if isinstance(section.capacity, list):
+            what, remedy = f"the values add up to {sum(given):.3g}", "values that add up to at least 1"
+        else:
+            what = f"{section.capacity} × {section.groups} groups = {sum(given):.3g}"
+            remedy = f"a capacity of at least {math.ceil(10_000 / section.groups - 1e-9) / 10_000:g}"
         raise ConfigError(f"sdp.capacity: {what} holders per unit, and every unit needs at least one; use {remedy}")
     return given
 
@@ -113,16 +107,11 @@ def listed_counts(section: SDPSection, units: int, protected: Set[int] = frozens
     free = [k for unit, k in enumerate(profile) if unit not in protected]
     asked = section.capacity != 1.0  # the default, which the file of a run states, too
     if free and asked and abs(sum(free) - mean * len(free)) >= 1:
-        right = sum(free) / len(free)
+        right, product = sum(free) / len(free), f"{section.capacity} × {section.groups} groups ="
+        stated = "adds up to" if isinstance(section.capacity, list) else product
         raise ConfigError(
             f"sdp.profile: its mean is {right:.3g} holders per unit{' that is not protected' * bool(protected)}, but "
-            "sdp.capacity "
-            + (
-                f"adds up to {mean:.3g}"
-                if isinstance(section.capacity, list)
-                else f"{section.capacity} × {section.groups} groups = {mean:.3g}"
-            )
-            + f"; set sdp.capacity to {right / section.groups:.8g} or remove it"
+            f"sdp.capacity {stated} {mean:.3g}; set sdp.capacity to {right / section.groups:.8g} or remove it"
         )
     return list(profile)
 
