@@ -245,8 +245,7 @@ def _folder(name: str, section: MonitorSection, folder: Path | None) -> Path:
     except (OSError, ValueError) as error:  # a NUL in the path raises ValueError
         key = f"{name}.output_path" if given else name
         reason = getattr(error, "strerror", None) or error
-        message = f"{key}: {shorten(path)} cannot be created ({reason}); choose another directory"
-        raise ConfigError(message) from None
+        raise ConfigError(f"{key}: {shorten(path)} cannot be created ({reason}); choose another directory") from None
     return path
 
 
@@ -254,8 +253,7 @@ def _import(module: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        message = (
+        raise ConfigError(
             f"{package}: the package {package} is not installed; pip install {package}, or set {package}.enabled to "
             "false"
-        )
-        raise ConfigError(message) from None
+        ) from None
