@@ -82,6 +82,9 @@ class Heartbeat:
         log: the rank's log file, or None.
         on_stall: called with a message if there is no progress.
         on_wait: called with the position if it has not changed for ``UNCHANGED_SECONDS``.
+
+    Attributes:
+        position: what the rank is doing now.
     """
 
     def __init__(
@@ -95,28 +98,23 @@ class Heartbeat:
         self._rank, self._host, self._on_stall, self._on_wait = rank, socket.gethostname(), on_stall, on_wait
         self._log = os.fdopen(open_own_file(log), "a", encoding="utf-8") if log is not None else None
         self._file = open_own_file(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if file is not None else None
-        self._position = RankPosition(rank, self._host, 0, "starting", time.time())
+        self.position = RankPosition(rank, self._host, 0, "starting", time.time())
         self._seconds: float | None = None
         self._started = time.monotonic()
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="heartbeat", daemon=True)
         self._thread.start()
 
-    @property
-    def position(self) -> RankPosition:
-        """What the rank is doing now."""
-        return self._position
-
     def at(self, step: int, phase: str, seconds: float | None) -> None:
         """Record that the rank begins the activity ``phase``, described in words.
 
         ``seconds`` is the time limit of the activity. If None, there is no limit.
         """
-        self._position = RankPosition(self._rank, self._host, step, phase, time.time())
+        self.position = RankPosition(self._rank, self._host, step, phase, time.time())
         self._started, self._seconds = time.monotonic(), seconds
         if self._file is not None:
             with contextlib.suppress(OSError):  # on a full disk, only the message after a hang lacks the position
-                os.pwrite(self._file, json.dumps(asdict(self._position)).ljust(_RECORD_BYTES).encode(), 0)
+                os.pwrite(self._file, json.dumps(asdict(self.position)).ljust(_RECORD_BYTES).encode(), 0)
 
     def stop(self) -> None:
         """Stop watching, so that the process may do other work after the run."""
@@ -133,7 +131,7 @@ class Heartbeat:
     def _watch(self) -> None:
         waiting: RankPosition | None = None
         while not self._stopped.wait(_LOOK_SECONDS):
-            position, started, seconds = self._position, self._started, self._seconds
+            position, started, seconds = self.position, self._started, self._seconds
             if position is not waiting and time.monotonic() - started >= UNCHANGED_SECONDS:
                 self._on_wait(waiting := position)
             left = started + seconds - time.monotonic() if seconds is not None else math.inf
@@ -142,12 +140,12 @@ class Heartbeat:
                     faulthandler.cancel_dump_traceback_later()
                 elif left >= 0:
                     faulthandler.dump_traceback_later(left + STUCK_SECONDS, file=self._log, exit=True)
-            if left < 0 and position is self._position and not self._stopped.is_set():
+            if left < 0 and position is self.position and not self._stopped.is_set():
                 self._end(f"no progress for {seconds:g} s")
 
     def _end(self, reason: str) -> None:
         """End the process with exit code 1, for a reason such as "no progress for 600 s"."""
-        reporting = threading.Thread(target=self._report, args=(f"{self._position}: {reason}",), daemon=True)
+        reporting = threading.Thread(target=self._report, args=(f"{self.position}: {reason}",), daemon=True)
         reporting.start()
         reporting.join(_REPORT_SECONDS)
         os._exit(1)
