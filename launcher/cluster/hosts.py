@@ -118,7 +118,12 @@ def select(
         return chosen
     if nodes is not None and nodes > len(hosts):
         raise LaunchError(f"--nodes {nodes}: the hostfile names only {len(hosts)} hosts")
-    return [_first_slots(host, per_node) for host in hosts[:nodes]]
+    for host in hosts[:nodes]:
+        if per_node is not None and per_node > len(host.slots):
+            raise LaunchError(
+                f"--gpus-per-node {per_node}: the hostfile gives host {host.name} only {len(host.slots)} slots"
+            )
+    return [Host(host.name, host.slots[:per_node]) for host in hosts[:nodes]]
 
 
 def include_text(hosts: Sequence[Host]) -> str:
@@ -196,9 +201,3 @@ def _parse_filter(text: str, hosts: Sequence[Host], option: str) -> dict[str, se
             )
         named.setdefault(name, set()).update(wanted)
     return named
-
-
-def _first_slots(host: Host, count: int | None) -> Host:
-    if count is not None and count > len(host.slots):
-        raise LaunchError(f"--gpus-per-node {count}: the hostfile gives host {host.name} only {len(host.slots)} slots")
-    return Host(host.name, host.slots[:count])
