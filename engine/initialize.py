@@ -77,7 +77,13 @@ def announce(engine: SDPEngine, optimizer_note: str) -> None:
     _announce_placement(config, layout)
     _announce_sharing(engine)
     _warn_of_a_full_placement(config.sdp, layout)
-    _announce_batch(engine)
+    log.info(
+        "batch: %d samples per step = micro-batch %d × accumulation %d × %d data ranks",
+        engine.train_batch_size(),
+        engine.train_micro_batch_size_per_gpu(),
+        engine.gradient_accumulation_steps(),
+        layout.mesh.data_ranks,
+    )
     if config.training.init_from is not None:
         log.info("weights: training starts from the files in %s", config.training.init_from)
     log.info("%s", optimizer_note)
@@ -153,16 +159,6 @@ def _warn_of_a_full_placement(sdp: SDPSection, layout: Layout) -> None:
     elif layout.masking == "backward" or len(sdp.maskings) > 1:
         what = 'sdp.masking "backward"' if isinstance(sdp.masking, str) else "the schedule in sdp.masking"
         log.warning("%s has no effect: every group holds every unit", what)
-
-
-def _announce_batch(engine: SDPEngine) -> None:
-    log.info(
-        "batch: %d samples per step = micro-batch %d × accumulation %d × %d data ranks",
-        engine.train_batch_size(),
-        engine.train_micro_batch_size_per_gpu(),
-        engine.gradient_accumulation_steps(),
-        engine.layout.mesh.data_ranks,
-    )
 
 
 # Models that were passed to sdp.initialize.
