@@ -125,9 +125,8 @@ class BufferMean:
 
     def __init__(self, buffers: Mapping[str, TensorInfo], device: torch.device):
         """``buffers`` describes the buffers to average, the same on all ranks."""
-        shapes = {name: info.shape for name, info in buffers.items() if info.dtype.is_floating_point}
-        self._shapes = shapes
-        total = sum(shape.numel() for shape in shapes.values())
+        self._shapes = {name: info.shape for name, info in buffers.items() if info.dtype.is_floating_point}
+        total = sum(shape.numel() for shape in self._shapes.values())
         # The first row sums the values, the second one counts them.
         self._sums = torch.zeros((2, total), dtype=torch.float64, device=device)
 
