@@ -152,11 +152,9 @@ def _replacing(path: Path) -> Iterator[BinaryIO]:
 
 def facts_of_set(name: str) -> dict[str, int]:
     """Return ``num_classes`` and ``image_size`` (pixels per side) of a named image set."""
-    return (
-        {"num_classes": _CIFAR[name].classes, "image_size": 32}
-        if name in _CIFAR
-        else {"num_classes": 10, "image_size": 8}
-    )
+    if name in _CIFAR:
+        return {"num_classes": _CIFAR[name].classes, "image_size": 32}
+    return {"num_classes": 10, "image_size": 8}
 
 
 def check_source(name: str, path: Path | None) -> None:
