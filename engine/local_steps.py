@@ -92,6 +92,9 @@ class LocalSteps:
         """Return this rank's shard of a parameter. FSDP2 may move the shard in memory later."""
         return local_tensor(self._store.stepped[name].tensor.detach())
 
+    def _module_weights(self) -> dict[str, torch.Tensor]:
+        return {name: self._weight(name) for name in self.outer.anchors}
+
     def _module_buffers(self) -> dict[str, torch.Tensor]:
         return persistent_buffers(self._store)
 
@@ -146,10 +149,6 @@ class LocalSteps:
             *([count / mesh.world_size] if count is not None else []),
         ]
 
-    def start(self, fragment: int) -> None:
-        """Start to average the weights of a fragment of the model among holders. Collective."""
-        self.averages.start(fragment)
-
     def arrive(self) -> OuterFacts:
         """Wait for the average that was started, and apply it. Collective."""
         fragment = self.averages.fragment_under_way
@@ -169,16 +168,12 @@ class LocalSteps:
     @property
     def anchors(self) -> Mapping[str, torch.Tensor]:
         """The weights after the last average, by name. Holders of a unit have equal anchors."""
-        return (
-            {name: self._weight(name) for name in self.outer.anchors} if self.outer.is_swapped else self.outer.anchors
-        )
+        return self._module_weights() if self.outer.is_swapped else self.outer.anchors
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
         """This group's present weights, by name."""
-        return (
-            self.outer.anchors if self.outer.is_swapped else {name: self._weight(name) for name in self.outer.anchors}
-        )
+        return self.outer.anchors if self.outer.is_swapped else self._module_weights()
 
     @property
     def anchor_buffers(self) -> Mapping[str, torch.Tensor]:
@@ -336,7 +331,7 @@ class LocalTraining:
             if arriving is not None and self.local.outer.fragment_under_way is not None:
                 self._arrive()
             if starting is not None:
-                self.local.start(starting)
+                self.local.averages.start(starting)
                 if not overlap:
                     self._arrive()
         self.follow(step)
@@ -369,7 +364,7 @@ class LocalTraining:
         is_behind = status["closed"] > service.closed or (status["grace"] and status["closed"] == service.closed)
         is_due = is_behind or step >= service.schedule.due(service.closed + 1)
         if averages.fragment_under_way is None and service.closed < service.schedule.last and is_due:
-            self.local.start(service.schedule.fragment(service.closed + 1))
+            averages.start(service.schedule.fragment(service.closed + 1))
             if not self._sync.overlap:
                 step = self._take_average()
         return step
@@ -403,7 +398,7 @@ class LocalTraining:
         before = self.outer_steps
         while self.service is not None and self.service.closed < self.service.schedule.last:
             if local.averages.fragment_under_way is None:
-                local.start(self.service.schedule.fragment(self.service.closed + 1))
+                local.averages.start(self.service.schedule.fragment(self.service.closed + 1))
             self._take_average()
         if self.service is not None:
             self._averaged_at = step
@@ -412,7 +407,7 @@ class LocalTraining:
             self._arrive()
         for fragment in self._rounds.fragments:
             if self._rounds.steps_alone(step, fragment):
-                local.start(fragment)
+                local.averages.start(fragment)
                 self._arrive()
         if self.outer_steps > before:
             self._averaged_at = step
