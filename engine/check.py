@@ -18,7 +18,7 @@ from torch.func import functional_call
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils import clip_grad_norm_
 
-from .batch.call import StandIn, call_model, count_targets, loss_of
+from .batch.call import Redirected, call_model, count_targets, loss_of
 from .distributed.agreement import gather_json
 from .engine import SDPEngine
 from .errors import ConfigError
@@ -150,8 +150,8 @@ class _Plain:
         if dtype == torch.float32:
             return call_model(self._model, batch)
         cast = {name: p.to(dtype) if p.is_floating_point() else p for name, p in self._named.items()}
-        stand_in = StandIn(self._model, lambda *args, **kwargs: functional_call(self._model, cast, args, kwargs))
-        return call_model(stand_in, batch)
+        redirected = Redirected(self._model, lambda *args, **kwargs: functional_call(self._model, cast, args, kwargs))
+        return call_model(redirected, batch)
 
     def compare(self, state: Mapping[str, torch.Tensor]) -> tuple[str, float]:
         """Return the parameter that differs most, and the relative difference of all together."""

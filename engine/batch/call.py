@@ -138,7 +138,7 @@ def call_model(module: nn.Module, batch: Any) -> Any:
         raise
 
 
-class StandIn(nn.Module):
+class Redirected(nn.Module):
     """A module that :func:`call_model` calls like ``module``, but whose calls go to ``run``."""
 
     def __init__(self, module: nn.Module, run: Callable[..., Any]):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ...batch.call import StandIn
+from ...batch.call import Redirected
 from ...config.schema import Config
 from ...distributed.collectives import Traffic, outside_inference_mode, stored_tensor
 from ...distributed.process_groups import Communicators
@@ -126,7 +126,7 @@ class DeepSpeedStore:
                 "before sdp.initialize"
             )
         with outside_inference_mode():
-            return call(StandIn(self.module, self.deepspeed.__call__), batch)
+            return call(Redirected(self.module, self.deepspeed.__call__), batch)
 
     def backward(self, loss: torch.Tensor, averages: Averages | None) -> None:
         self._refuse_changed_weights()
