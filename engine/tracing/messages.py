@@ -8,8 +8,8 @@ that sends it runs once, with tensors that have shapes and no data.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from ..placement.tensor_info import Shard, TensorInfo
 from ..service.anchors import Slice
 from ..service.wire import encode
 from ..stores import store
-from ..subnetwork.copies import quantise
+from ..subnetwork.copies import Kind, quantise
 from ..sync.gradients import GradientSync, WeightRefresh
 from ..sync.outer import Compression, OuterSteps, fragments_of
 
@@ -133,7 +133,9 @@ class Messages:
         tensors: dict[str, torch.Tensor] = {**held}
         for info in layout.frozen(group):
             if info.name in quantised:
-                tensors |= zip((f"{info.name}:q", f"{info.name}:s"), quantise(shard(info), copies.dtype), strict=True)
+                tensors |= zip(
+                    (f"{info.name}:q", f"{info.name}:s"), _quantised(shard(info).shape, copies.dtype), strict=True
+                )
             else:
                 tensors[info.name] = shard(info).to(dtype)
         traffic, counted, buckets = Traffic(), _Counted(), layout.buckets(lambda _: False)
@@ -141,7 +143,7 @@ class Messages:
             groups = store.make_communicators(layout, self._config)
             refresh = WeightRefresh(
                 layout.refreshes, tensors, groups.refresh, traffic, dtype, counted,
-                lambda name, _: quantise(held[name].detach(), copies.dtype), quantised,
+                lambda name, _: _quantised(held[name].shape, copies.dtype), quantised,
             )  # fmt: skip
             trained = [name for name, parameter in held.items() if parameter.requires_grad]
             if self._sync is None:
@@ -185,6 +187,12 @@ class Messages:
                 for other in others
             )
         return self._moves[key]
+
+
+@cache
+def _quantised(shape: torch.Size, kind: Kind) -> Sequence[torch.Tensor]:
+    """Return the tensors of a quantised copy. Most blocks have copies of equal shapes."""
+    return quantise(torch.empty(shape, device="meta"), kind)
 
 
 def _nbytes(info: TensorInfo, compression: Compression) -> int:

@@ -25,6 +25,7 @@ from sdp.engine.service.client import Client
 from sdp.engine.service.rounds import ServedRun
 from sdp.engine.service.server import Server
 from sdp.engine.service.steps import Membership
+from sdp.engine.tracing.messages import Messages
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of, one_step
 from sdp.tests.support.ranks import RankPool
@@ -174,6 +175,12 @@ def test_a_service_equals_an_all_reduce(ranks: RankPool, case: Case) -> None:
     fragments = json.loads(case.sync).get("fragments", 1)
     assert len(lines) == case.steps // json.loads(case.sync)["every"] * fragments + fragments - 1
     assert all(line["groups"] == line["alive"] == case.groups for line in lines)
+    layout = Layout.of(models.build(case.model), config_of(case), Mesh(case.groups, case.fsdp, case.tp))
+    planned, _ = Messages(layout, config_of(case)).of_service()
+    headers = sum(line["bytes"] for line in lines[:fragments]) - planned  # the names and places of tensors
+    ranks_that_send = case.tp * (case.fsdp if case.stage else 1) * (1 + ("int8" in case.sync))
+    slices = ranks_that_send * sum(info.trainable for group in range(case.groups) for info in layout.held(group))
+    assert 80 * slices < headers < 140 * slices
     assert (lines[-1]["step"], lines[-1]["late"], lines[-1]["skipped_tokens"]) == (case.steps, 0, 0)
     assert lines[-1]["samples"] == case.steps * 2 * case.accumulation * case.groups * case.fsdp
 
