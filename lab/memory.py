@@ -99,9 +99,9 @@ def measure(task: Task, capacity: float, granularity: str, masking: str) -> dict
     plan = trace_step(partial(build_model, config["model"]), load_config(config), layout, task.batch, group)
     planned = plan.state.to_json() | {"activations": plan.activations, "peak": plan.peak}
     with fake_world(layout.mesh.rank(group), layout.mesh.world_size):
-        measured = _measured(task, config)
+        found = measured(task, config)
     row = {"capacity": capacity, "variant": f"{granularity} {masking}" if granularity else "dense"}
-    return {**row, "placement": config["sdp"]["placement"], **{kind: [planned[kind], measured[kind]] for kind in KINDS}}
+    return {**row, "placement": config["sdp"]["placement"], **{kind: [planned[kind], found[kind]] for kind in KINDS}}
 
 
 def _placed(task: Task, *variant: Any) -> tuple[dict[str, Any], Layout]:
@@ -119,7 +119,8 @@ def _placed(task: Task, *variant: Any) -> tuple[dict[str, Any], Layout]:
         return placed("cyclic")
 
 
-def _measured(task: Task, config: dict[str, Any]) -> dict[str, int]:
+def measured(task: Task, config: dict[str, Any]) -> dict[str, int]:
+    """Return this rank's bytes in its second step, by kind, with real tensors on a CPU."""
     engine, optimizer, *_ = initialize(model=build_model(config["model"]), config=config)
 
     def step() -> None:

@@ -13,8 +13,11 @@ import pytest
 from sdp.data.prepare import prepare
 from sdp.engine.config.load import load_config
 from sdp.engine.errors import ConfigError
+from sdp.tools.plan.forecast import forecast
+from sdp.tools.plan.machine import Machine
 
 from lab.grid.grid_file import Grid, GridRun, read_grid
+from lab.grid.peaks import peaks
 from lab.grid.report import best_choice, differences_from, figures, later_runs, report
 from lab.grid.runs import ROOT, Results, run_all
 
@@ -200,3 +203,19 @@ def test_a_committed_grid_is_valid_and_its_results_are_those_of_its_runs(path: P
         assert len(content["differences"]) == len(expected) > 0
         for ours, theirs in zip(content["differences"], expected, strict=True):
             assert ours == pytest.approx(theirs), ours
+
+
+def test_the_memory_of_each_cell_is_that_of_a_plan(tmp_path: Path) -> None:
+    for number in range(10):
+        (tmp_path / f"{number}.txt").write_text("one thing follows from another, and then\n" * (30 + number))
+    corpus = tmp_path / "corpus"
+    prepare([str(tmp_path / "*.txt")], corpus, tokenizer="bytes", held_out=0.2, workers=1, progress=False)
+    base = GRID["base"] | {"data": GRID["base"]["data"] | {"path": str(corpus)}}
+    grid = _grid(tmp_path, base=base, skip=[], columns={"every step": {}})
+    found = {row: (state, peak) for row, _, state, peak in peaks(grid, tmp_path)}
+    for row, measured in found.items():
+        config = load_config(GridRun(grid, row, "every step", grid.choices()[0], 0).config(corpus))
+        trace = forecast(row, config, Machine((2,), 1.0, 1.0, 1.0, 1.0), 2).worst.trace
+        assert measured[0] == trace.state.parameters + trace.state.gradients + trace.state.optimizer
+        assert measured[1] == pytest.approx(trace.peak, rel=0.01)
+    assert found["half"] < found["dense"]
