@@ -16,9 +16,9 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # as a shell has it for its background jobs, and for what those start
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# A TCPStore asks for the name of each address that connects. If the answer is lost, glibc would
-# wait for five seconds. This is also for the processes that tests start.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
+# A TCPStore looks up the name of each address that connects, and an answer that is lost costs a
+# second or more. With no attempts, glibc asks no server, and only /etc/hosts counts.
+os.environ["RES_OPTIONS"] = "attempts:0"
 
 # The files that take longest. They come first: a file's tests stay in one of the processes that
 # run tests, and others would wait for one that began late.

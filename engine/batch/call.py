@@ -114,7 +114,8 @@ def _too_much(module: nn.Module, surplus: list[str]) -> str:
 
 
 def _forward_of(module: nn.Module) -> str:
-    return f"{type(module).__name__}.forward({', '.join(inspect.signature(module.forward).parameters)})"
+    owner = getattr(module.forward, "__self__", module)  # not a Redirected
+    return f"{type(owner).__name__}.forward({', '.join(inspect.signature(module.forward).parameters)})"
 
 
 def call_model(module: nn.Module, batch: Any) -> Any:

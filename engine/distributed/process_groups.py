@@ -131,8 +131,8 @@ class Communicators:
             local_steps: whether groups take steps on their own (``sdp.sync``).
         """
         # All ranks create all groups: use_local_synchronization hangs if groups overlap in a cycle.
-        # In a plan, there are no other ranks.
-        is_plan = dist.get_backend() == "fake"
+        # In a fake world there are no other ranks, so only the groups of this rank are created.
+        is_fake = dist.get_backend() == "fake"
         self = cls(mesh, dist.get_rank(), replicate_inside)
         at = mesh.coordinates(self.rank)
         made: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(mesh.world_size)): dist.group.WORLD}  # type: ignore[dict-item]
@@ -141,7 +141,7 @@ class Communicators:
 
         def group_of(ranks: list[int]) -> dist.ProcessGroup | None:
             key = tuple(ranks)
-            if key not in made and not (is_plan and self.rank not in ranks):
+            if key not in made and not (is_fake and self.rank not in ranks):
                 made[key] = new_group(ranks, backend=_backend())
             return made.get(key)
 
@@ -162,7 +162,7 @@ class Communicators:
                 self.holders[holders] = made_group  # type: ignore[assignment]
         for source, groups in sorted(set(refreshes)) if together else ():
             for ranks in zip(*map(mesh.ranks_of, groups), strict=True):
-                if not is_plan or self.rank in ranks:
+                if not is_fake or self.rank in ranks:
                     made_group = new_group(list(ranks), backend=_backend())
                 if self.rank in ranks:
                     self.refresh[source, groups] = made_group  # type: ignore[assignment]

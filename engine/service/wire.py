@@ -95,7 +95,7 @@ def messages_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
 
 
 def encode(parts: Iterable[Part]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a message, by the JSON of their slices."""
+    """Return the tensors of a message by key: the JSON of a slice, for scales with a prefix."""
     packed = dict[str, torch.Tensor]()
     for piece, tensor, kind in parts:
         key = json.dumps(piece)

@@ -51,7 +51,7 @@ def quantise(weight: torch.Tensor, kind: Kind) -> tuple[torch.Tensor, torch.Tens
     padded = nn.functional.pad(weight.reshape(rows, tail), (0, blocks * BLOCK - tail)).view(rows, blocks, BLOCK)
     largest = padded.abs().amax(2, keepdim=True)
     scale = (largest / 127 if kind == "int8" else largest).half()
-    ratios = torch.where(scale > 0, padded / scale.float(), 0.0).view(rows, -1)[:, :tail]
+    ratios = torch.where(scale > 0, padded / scale.float(), 0.0).flatten(1)[:, :tail]
     s = scale.view(rows, blocks).view(torch.uint8)
     if kind == "int8":
         return ratios.round().clamp(-127, 127).to(torch.int8).view(weight.shape), s
@@ -72,7 +72,7 @@ def dequantise(q: torch.Tensor, s: torch.Tensor, tail: torch.Size, kind: Kind, d
     rows, count = q.shape[0], tail.numel()
     if kind == "nf4":
         levels = torch.tensor(LEVELS, device=q.device)
-        numbers = levels[torch.stack([q >> 4, q & 15], 2).view(rows, -1)[:, :count].int()]
+        numbers = levels[torch.stack([q >> 4, q & 15], 2).flatten(1)[:, :count].int()]
     else:
         numbers = q.reshape(rows, count).float()
     scale = (s if s.storage_offset() % 2 == 0 and s.is_contiguous() else s.clone()).view(torch.float16).float()

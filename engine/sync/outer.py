@@ -203,11 +203,12 @@ def fragments_of(layout: Layout, fragments: int) -> dict[str, int]:
     """Map the name of every tensor of the layout to its fragment.
 
     A fragment is the part of the model that is averaged at the same time. Block i belongs to
-    fragment i mod ``fragments``. The shared part belongs to fragment 0.
+    fragment i mod ``fragments``. What is in no block belongs to fragment 0.
     """
     of_unit, of_sliced = {SHARED: 0}, {}
     for unit in layout.units:
-        index = layout.blocks.index(layout.block_of(unit))
+        block = layout.block_of(unit)
+        index = layout.blocks.index(block) if block else 0
         of_unit[unit.name] = index % fragments
         for part in (*unit.slices, *unit.buffers):
             if part.dim is not None:
@@ -278,7 +279,7 @@ class OuterSteps:
         traffic: Traffic,
         sum_over_ranks: Callable[[torch.Tensor], None],
         clock: Callable[[], float] = time.perf_counter,
-        messages: Messages = Messages(),  # noqa: B008 it has no state
+        messages: Messages = Messages(),  # noqa: B008 (it has no state)
         is_slice: Callable[[str], bool] = lambda _: False,
     ):
         self._sync, self._weights, self._names = sync, weights, list(names)

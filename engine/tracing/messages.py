@@ -19,7 +19,7 @@ from ..config.schema import Config
 from ..distributed.collectives import Among, Collective, Traffic
 from ..distributed.fake_world import fake_world
 from ..placement.layout import Layout
-from ..placement.tensor_info import Shard, TensorInfo
+from ..placement.tensor_info import TensorInfo
 from ..service.anchors import Slice
 from ..service.wire import encode
 from ..stores import store
@@ -29,7 +29,7 @@ from ..sync.outer import Compression, OuterSteps, fragments_of
 
 
 class _Counted(store.Messages):
-    """Starts no message. The caller has counted it. Waiting for one returns at once."""
+    """Sends nothing. The code that calls it has already counted the bytes in its Traffic."""
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> Any:
         return self
@@ -78,9 +78,10 @@ class Messages:
             held = [info for info in self._layout.held(group) if info.trainable]
             for info in held:  # ranks with equal tensors deliver one of them
                 kind = compression if len(info.holders) > 1 else "none"
-                received += _nbytes(info, kind) * (1 if info.tp_dim is None else mesh.tp)
+                shapes = [self._shape(info, index) for index in range(self._shards)]
+                received += sum(_nbytes(shape, kind) for shape in shapes) * (1 if info.tp_dim is None else mesh.tp)
             for info in (*held, *self._layout.frozen(group)):  # every rank fetches what it has
-                sent += _nbytes(info, "none") * mesh.tp * (mesh.fsdp // self._shards)
+                sent += _nbytes(info.tp_shape, "none") * mesh.tp * (mesh.fsdp // self._shards)
         return received, sent
 
     def in_busiest_step(self, rank: int) -> float:
@@ -109,12 +110,19 @@ class Messages:
 
     @cached_property
     def _alike(self) -> list[int]:
-        """For each data rank of a group, the first one whose shards have the same shapes."""
+        """For each data rank of a group, the first one whose shards have the same shapes.
+
+        The number of rows alone decides how a parameter is divided into shards.
+        """
         infos = {info.tp_shape[0] if info.shape else 1: info for info in self._layout.parameters.values()}
         first: dict[Any, int] = {}
         indices = range(self._mesh.fsdp) if self._shards > 1 else [0] * self._mesh.fsdp
         sizes = (tuple(info.shard_numel(self._shards, index) for info in infos.values()) for index in indices)
         return [first.setdefault(key, index) for index, key in zip(indices, sizes, strict=True)]
+
+    def _shape(self, info: TensorInfo, index: int) -> torch.Size:
+        first, last = info.shard_rows(self._shards, index)
+        return torch.Size((last - first, *info.tp_shape[1:]) if info.shape else ())
 
     def _sent(self, group: int, index: int) -> list[Counter[Among]]:
         """Return what a rank sends to other groups in a step, or in the average of each fragment.
@@ -126,8 +134,7 @@ class Messages:
         quantised = {name for name, info in layout.parameters.items() if info.is_quantised(copies.dtype)}
 
         def shard(info: TensorInfo) -> torch.Tensor:
-            first, last = info.shard_rows(self._shards, index)
-            return torch.empty((last - first, *info.tp_shape[1:]) if info.shape else (), device="meta")
+            return torch.empty(self._shape(info, index), device="meta")
 
         held = {i.name: nn.Parameter(shard(i), requires_grad=i.trainable) for i in layout.held(group)}
         tensors: dict[str, torch.Tensor] = {**held}
@@ -170,7 +177,7 @@ class Messages:
     def _moved(self, ranks: tuple[int, ...], to: int) -> tuple[int, ...]:
         """Return the ranks with which ``to`` communicates, if another rank does so with ``ranks``.
 
-        The ranks then differ in the same coordinates.
+        Coordinates in which ``ranks`` differ stay. The others become those of ``to``.
         """
         mesh, at = self._mesh, self._mesh.coordinates(to)
         inside = mesh.coordinates(ranks[0]).sdp == mesh.coordinates(ranks[-1]).sdp
@@ -195,11 +202,11 @@ def _quantised(shape: torch.Size, kind: Kind) -> Sequence[torch.Tensor]:
     return quantise(torch.empty(shape, device="meta"), kind)
 
 
-def _nbytes(info: TensorInfo, compression: Compression) -> int:
-    """Return the bytes of a tensor in a message to or from the service."""
-    part = Slice(info.name, info.offset(Shard()), tuple(info.tp_shape))
-    message = encode([(part, torch.empty(part.shape, device="meta"), compression)])
-    return sum(tensor.nbytes for tensor in message.values())
+@cache
+def _nbytes(shape: torch.Size, compression: Compression) -> int:
+    """Return the bytes of a tensor in a message of the service. Empty shards are not sent."""
+    message = encode([(Slice("", (), ()), torch.empty(shape, device="meta"), compression)])
+    return sum(tensor.nbytes for tensor in message.values()) if shape.numel() else 0
 
 
 def _mean(traffic: Traffic, refresh_every: int) -> Counter[Among]:

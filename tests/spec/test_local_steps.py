@@ -35,6 +35,7 @@ COVER = [
     pytest.param(Case(2, 2, 3, optimizer="adamw", steps=4, sync='{"every": 2}', masking="backward", model="llama-meta"),
                  marks=pytest.mark.slow),
     Case(4, 1, optimizer="adamw", steps=5, sync='{"every": 1, "single_holder": "skip"}', placement="random", clip=True),
+    Case(2, 1, steps=4, sync='{"every": 2, "fragments": 2}', placement="contiguous", masking="backward", model="llama"),
     Case(2, 2, 0, 2, steps=6, sync='{"every": 4, "fragments": 2, "overlap": 1}', masking="backward",
          optimizer="adamw"),
     Case(2, 1, steps=5, sync='{"every": 2, "start_after": 2}', optimizer="adamw", model="llama-tied"),

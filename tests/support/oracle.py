@@ -395,9 +395,8 @@ class Oracle:
         """Block i is in fragment i mod P with all of its units, the rest in 0."""
         assert self.sync is not None
         unit = next((unit for unit in self.layout.units if unit.name == piece.unit), None)
-        if unit is None:
-            return 0
-        return self.layout.blocks.index(self.layout.block_of(unit)) % self.sync["fragments"]
+        block = self.layout.block_of(unit) if unit is not None else ""
+        return self.layout.blocks.index(block) % self.sync["fragments"] if block else 0
 
     @torch.no_grad()
     def _start_average(self, fragment: int, due: int) -> None:
@@ -442,7 +441,7 @@ NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.
 def quantised(value: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """Return the numbers (rows, rest) of a matrix, and a float16 scale for each 64 of a row."""
     numbers, scales = [], []
-    for block in value.reshape(value.shape[0], -1).split(64, 1):
+    for block in value.flatten(1).split(64, 1):
         largest = block.abs().max(1, keepdim=True).values
         scale = (largest / (127 if kind == "int8" else 1)).to(torch.float16)
         ratio = block / scale.float()
