@@ -30,11 +30,12 @@ from .gradients import CHANGED, FinalGradients, GradientSync, WeightRefresh, com
 CHUNK = 1 << 20
 
 
+@torch.no_grad()
 def checksum(tensors: Iterable[torch.Tensor]) -> int:
     """Return a 63-bit checksum of the tensors' bits. It changes if any single value changes."""
     total = 0
     for tensor in tensors:
-        flat = local_tensor(tensor.detach()).contiguous().view(-1)
+        flat = local_tensor(tensor).contiguous().view(-1)
         words = flat.view(torch.int32 if flat.element_size() % 4 == 0 else torch.uint8)
         for start in range(0, words.numel(), CHUNK):
             chunk = words[start : start + CHUNK].long()

@@ -64,10 +64,14 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """Runs functions on ranks 0 … W - 1, each in its own process with a new gloo group."""
+    """Runs functions on ranks 0 … W - 1, each in its own process with a new gloo group.
 
-    def __init__(self) -> None:
-        self._context = fork_context()
+    Args:
+        context: How processes start. If None, the server of forks starts them.
+    """
+
+    def __init__(self, context: Any = None) -> None:
+        self._context = context or fork_context()
         self._processes: list[Any] = []
         self._connections: list[Any] = []
 
@@ -184,6 +188,7 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed makes a text of all weights, also where it prints none
     _caches("torch.distributed.")  # found before they are frozen
     connection.send_bytes(b"ready")
     frozen = 0

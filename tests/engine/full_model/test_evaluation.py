@@ -13,6 +13,7 @@ from sdp.engine.errors import ConfigError, DataError
 from sdp.engine.full_model.evaluation import Lockstep, StreamedEvaluation
 from sdp.engine.subnetwork.carve import pass_throughs
 from sdp.tests.support import models
+from sdp.tests.support.case_tables import mostly_slow
 from sdp.tests.support.cases import Case, data_rank_of, engine_of, one_step, oracle, oracle_of
 from sdp.tests.support.ranks import RankPool
 from torch import nn
@@ -74,7 +75,7 @@ class _Skip(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("case", TABLE, ids=str)
+@pytest.mark.parametrize("case", mostly_slow(TABLE), ids=str)
 def test_evaluate_is_the_loss_of_the_full_model(ranks: RankPool, case: Case) -> None:
     results = ranks.run(_evaluate, case, world=case.world)
     state = results[0][2]

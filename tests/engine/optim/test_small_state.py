@@ -216,7 +216,7 @@ FLOAT32 = Case(2, 1, 0, model="wide-llama-tied-meta", optimizer="adamw")
         (Case(2, 2, 3, **WIDE), Case(4, 1, 1, placement="cyclic", **WIDE), 0.0),
         (Case(2, 1, 0, tp=2, **WIDE), Case(2, 2, 3, **WIDE), 0.01),
         (NEURONS, Case(1, 2, 3, placement="full", **WIDE), 0.01),
-        (replace(NEURONS, placement="mixed"), Case(2, 2, 3, **WIDE), 0.01),
+        pytest.param(replace(NEURONS, placement="mixed"), Case(2, 2, 3, **WIDE), 0.01, marks=pytest.mark.slow),
         (Case(2, 2, 3, **WIDE), replace(NEURONS, placement="mixed"), 0.01),
         (NEURONS, Case(2, 1, 0, neurons=2, tp=2, placement="cyclic", **WIDE), 0.01),
         (replace(NEURONS, groups=4, neurons=4), NEURONS, 0.01),  # every slice begins where a narrower one began

@@ -120,7 +120,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama_134m", "llama_500m", "llama_1b", "llama_8b_hybrid", "llama_70b_hybrid"])
+# Those of few groups, and those of many that have tensor parallelism.
+LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama_500m", "llama_1b", "llama_70b_hybrid")]
+
+
+@pytest.mark.parametrize("name", ["llama_134m", "llama_8b_hybrid", *LARGE])
 def test_messages_of_int8_copies_are_small(name: str) -> None:
     """At most 0.30 of those in float32, and 0.55 of those in bfloat16."""
     config = json.loads((Path(__file__).parents[3] / "configs" / f"{name}.json").read_text())

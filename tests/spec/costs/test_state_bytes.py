@@ -1,15 +1,13 @@
 """Bytes of state are those of arithmetic, and counted bytes those that the kernel saw."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sdp.tests.support import models, wire
 from sdp.tests.support.cases import Case, native
+from sdp.tests.support.forks.command import ForkedScript
 from sdp.tests.support.ranks import RankPool
 
 
@@ -48,20 +46,11 @@ HEADERS = 0.05  # TCP, IP and gloo's own headers, acknowledgements, and small co
 
 
 def test_counted_bytes_are_on_the_wire() -> None:
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run(["unshare", "-n", "true"], capture_output=True, check=False).returncode
-    ):
-        pytest.skip(
-            "this process may not make a network namespace (unshare -n): bytes on the wire are not checked here"
-        )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        ["unshare", "-n", "--kill-child", "--fork", sys.executable, "-m", wire.__name__],
-        capture_output=True, text=True, env=environment, timeout=500, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    code, printed = ForkedScript(Path(wire.__file__)).end(timeout=500)
+    if code == wire.FORBIDDEN:
+        pytest.skip("this process may not make a network namespace: bytes on the wire are not checked here")
+    assert code == 0, printed
+    found = json.loads(printed.splitlines()[-1])
     for kind, ratio in found["collectives"].items():
         print(f"{kind}: {ratio:.3f} of the formula's bytes")
     for name, (sent, counted, quiet) in found["runs"].items():

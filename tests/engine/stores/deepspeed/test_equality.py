@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from sdp.tests.support import models
+from sdp.tests.support.case_tables import mostly_slow
 from sdp.tests.support.cases import (
     Case,
     Result,
@@ -52,7 +53,7 @@ COVER = [
 
 
 @pytest.mark.parametrize(
-    "case", [*COVER, *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE)], ids=str
+    "case", [*mostly_slow(COVER), *(pytest.param(case, marks=pytest.mark.full_table) for case in WIDE)], ids=str
 )
 def test_deepspeed_equals_the_oracle(ranks: RankPool, case: Case) -> None:
     """Bytes of parameters, gradients and optimizer state are as predicted too."""
