@@ -149,7 +149,7 @@ def test_bytes_are_those_of_the_plan(ranks: RankPool, case: Case, engine: str) -
         (Case(2, 2, 3, optimizer="int8", model="llama-meta"), "fsdp2"),
         (Case(1, 4, 3, optimizer="int8"), "fsdp2"),  # a shard of the head is empty
         (Case(2, 1, 0, optimizer="int8", model="even-llama", tp=2, masking=TO_BACKWARD), "fsdp2"),
-        (Case(2, 1, 0, optimizer="int8", model="even-llama", neurons=2), "fsdp2"),  # two slices of a matrix in a group
+        # Two slices of a matrix in a group.
         (Case(2, 1, 0, optimizer="int8", model="even-llama", neurons=2, sync='{"every": 3}'), "fsdp2"),
         (Case(2, 1, 0, optimizer="int8", model="resnet-meta", sync='{"every": 3}'), "fsdp2"),
         (Case(2, 2, 2, optimizer="bfloat16"), "deepspeed"),
@@ -245,7 +245,7 @@ def _saved_again(case: Case, folder: str, again: str) -> None:
     engine.save_checkpoint(again)
 
 
-@pytest.mark.parametrize("neurons", [2, 4])
+@pytest.mark.parametrize("neurons", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_flat_shard_reads_slices_that_begin_in_the_same_row(ranks: RankPool, neurons: int, tmp_path: Path) -> None:
     """A rank of ZeRO 3 has parts of several slices, with different numbers of rows."""
     pytest.importorskip("deepspeed")

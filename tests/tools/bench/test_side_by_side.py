@@ -130,7 +130,7 @@ def test_counts_of_sdp_stand_beside_the_plan() -> None:
 
 
 def test_methods_with_local_steps_are_timed_by_whole_rounds(ranks: RankPool) -> None:
-    names = ["sdp-forward", "sdp-backward", "diloco"]
+    names = ["sdp-backward", "diloco"]
     facts, plans = ranks.run(measured, LOCAL, names, world=4)[0], plan_methods(names, load_config(LOCAL), 4)
     for name in names:
         peak = plans[name].worst.trace.peak

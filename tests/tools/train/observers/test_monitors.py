@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -133,6 +134,7 @@ def test_a_resumed_run_continues_its_curves(config: dict[str, Any], tmp_path: Pa
     run = ["train", str(write_config(config, tmp_path)), "--dump-dir", str(tmp_path / "run")]
     assert main([*run, "--set", f"training.steps={STEPS // 2}"]) == 0
     first, points = wandb.settings["id"], wandb.points
+    time.sleep(1 - time.time() % 1)  # TensorBoard reads files of the same second in the order of their names
     assert main([*run, "--resume"]) == 0
     assert wandb.settings["id"] == first
     assert wandb.settings["resume"] == "allow"
