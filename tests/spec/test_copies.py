@@ -218,9 +218,17 @@ def test_a_round_of_local_steps_equals_the_oracles(ranks: RankPool, kind: str) -
     [
         (Case(2, 2, 3, optimizer="adamw", model="llama-meta", copies=BOTH, **BACKWARD), "fsdp2"),
         (Case(2, 1, 0, optimizer="adamw", model="even-llama", neurons=2, masking=TO_BACKWARD, copies=NF4), "fsdp2"),
-        (Case(2, 2, 2, optimizer="adamw", model="llama-meta", copies=INT8, sync='{"every": 3}', **BACKWARD), "fsdp2"),
+        pytest.param(
+            Case(2, 2, 2, optimizer="adamw", model="llama-meta", copies=INT8, sync='{"every": 3}', **BACKWARD),
+            "fsdp2",
+            marks=pytest.mark.slow,
+        ),
         (Case(2, 2, 3, optimizer="adamw", model="llama-meta", copies=NF4, sync='{"every": 3}', **BACKWARD), "fsdp2"),
-        (Case(2, 2, 2, optimizer="adamw", model="llama", copies=BOTH, bf16=True, **BACKWARD), "deepspeed"),
+        pytest.param(
+            Case(2, 2, 2, optimizer="adamw", model="llama", copies=BOTH, bf16=True, **BACKWARD),
+            "deepspeed",
+            marks=pytest.mark.slow,
+        ),
         (Case(2, 2, 3, optimizer="adamw", model="llama-meta", copies=INT8, **BACKWARD), "deepspeed"),
     ],
     ids=str,

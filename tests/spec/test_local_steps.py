@@ -40,7 +40,7 @@ COVER = [
          optimizer="adamw"),
     Case(2, 1, steps=5, sync='{"every": 2, "start_after": 2}', optimizer="adamw", model="llama-tied"),
     Case(2, 2, 2, neurons=2, steps=4, sync='{"every": 2, "fragments": 2}', model="even-llama-tied-meta", clip=True),
-    Case(2, 2, 3, neurons=2, steps=4, sync='{"every": 3, "single_holder": "skip"}', model="wide-llama-tied-meta", tp=2,
+    Case(2, 1, 3, neurons=2, steps=4, sync='{"every": 3, "single_holder": "skip"}', model="wide-llama-tied-meta", tp=2,
          optimizer="adamw", masking="backward"),
     Case(2, 1, tp=2, steps=4, sync='{"every": 2, "offload": "cpu"}', model="even-llama", clip=True, masking="backward"),
     Case(4, 1, steps=7, sync='{"every": 6, "fragments": 3, "overlap": 1, "outer_optimizer": {"type": "SGD", '

@@ -22,7 +22,7 @@ TABLE = [
     Case(2, 1, 0, model="llama-tied-meta"),
     Case(2, 2, 1, model="llama"),
     Case(4, 1, 0, placement="cyclic"),
-    Case(2, 2, 3, model="even-llama-meta", tp=2),
+    Case(2, 1, 3, model="even-llama-meta", tp=2),
     Case(4, 1, 0, placement="cyclic", masking="backward"),
     Case(2, 2, 3, model="llama-tied-meta", masking="backward"),
     Case(2, 1, 0, model="even-llama", tp=2, masking="backward"),

@@ -97,7 +97,7 @@ def _evaluate(case: Case) -> tuple[float, list[float], float, Any]:
     "case",
     [
         Case(2, 1, neurons=2, model="even-llama"),
-        Case(4, 2, stage=3, neurons=3, model="even-llama-tied-meta"),
+        Case(2, 2, stage=3, neurons=3, model="even-llama-tied-meta"),
         Case(2, 2, stage=2, neurons=2, model="even-llama-meta", bf16=True),
         Case(4, 1, neurons=2, model="swin-meta"),
         Case(2, 1, stage=3, neurons=2, model="wide-llama", tp=2),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 LLAMA = {
-    "name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4,
+    "name": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }  # fmt: skip
 CONFIG = {
@@ -48,13 +48,13 @@ def planned(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, Any
 
 def test_states_are_those_of_the_layout(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = planned(capsys, config, "--world", 8, "--gpus-per-node", 4)
-    assert report["parameters"] == EMBEDDINGS + 4 * LAYER
+    assert report["parameters"] == EMBEDDINGS + 2 * LAYER
     assert report["plan"]["mesh"] == {"sdp": 2, "fsdp": 4, "tp": 1}
     ways, _ = compare(load_config(CONFIG), Machine((4, 4), 1e15, 0.4, 1e11, 1e10), 8)
     plans = {"plan": report["plan"], **{way.name: way.to_json() for way in ways}}
-    whole = EMBEDDINGS + 4 * LAYER
+    whole = EMBEDDINGS + 2 * LAYER
     for name, held, shards in (
-        ("plan", EMBEDDINGS + 2 * LAYER, 4), ("DDP", whole, 1), ("FSDP (ZeRO-3)", whole, 8), ("HSDP", whole, 4),
+        ("plan", EMBEDDINGS + LAYER, 4), ("DDP", whole, 1), ("FSDP (ZeRO-3)", whole, 8), ("HSDP", whole, 4),
     ):  # fmt: skip
         facts = plans[name]
         rank = facts["ranks"][0]
@@ -90,7 +90,7 @@ def test_a_gpu_keeps_less_for_backward(config: Path, capsys: pytest.CaptureFixtu
 
 def test_bytes_are_told_apart_by_link(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Two groups of four ranks on two nodes: shards stay inside, gradients cross."""
-    shard = 4 * (EMBEDDINGS + 2 * LAYER) // 4
+    shard = 4 * (EMBEDDINGS + LAYER) // 4
     report = planned(capsys, config, "--world", 8, "--gpus-per-node", 4)
     rank = report["plan"]["ranks"][0]
     shared = 4 * EMBEDDINGS // 4  # every unit has one holder
@@ -255,8 +255,8 @@ def test_seventy_billion_parameters_on_512_devices(capsys: pytest.CaptureFixture
 def test_a_plan_names_the_factors_of_rates_by_holders(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The factors change neither memory nor time, and a plan says so."""
     placement = {f"layers.{block}": [0] if block else [0, 1] for block in range(4)}
-    usual = CONFIG | {"sdp": {"groups": 2, "placement": placement}}
-    scaled = CONFIG | {"sdp": {"groups": 2, "placement": placement, "lr_scale": 1.0}}
+    usual = CONFIG | {"model": LLAMA | {"num_hidden_layers": 4}, "sdp": {"groups": 2, "placement": placement}}
+    scaled = usual | {"sdp": {"groups": 2, "placement": placement, "lr_scale": 1.0}}
     plans = []
     for which in (usual, scaled):
         config.write_text(json.dumps(which))
