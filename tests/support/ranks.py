@@ -188,6 +188,7 @@ def _serve(connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
+    _renew_meshes()
     torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed makes a text of all weights, also where it prints none
     _caches("torch.distributed.")  # found before they are frozen
     connection.send_bytes(b"ready")
@@ -283,9 +284,43 @@ def _send_through_the_host() -> None:
 
 @functools.cache
 def _caches(package: str) -> list[Any]:
-    """Return the caches of a package's functions."""
+    """Return the caches of a package's functions, except those of :func:`_renew_meshes`."""
     found = (one for one in gc.get_objects() if type(one) is type(_caches))
-    return [one for one in found if one.__module__.startswith(package)]
+    return [
+        one
+        for one in found
+        if one.__module__.startswith(package) and one.__name__ != "propagate_op_sharding_non_cached"
+    ]
+
+
+_MESHES: list[Any] = []  # of this job
+_OLD_MESHES: dict[Any, list[Any]] = {}  # of earlier jobs; equal ones together
+
+
+def _renew_meshes() -> None:
+    """Let meshes of earlier jobs have the groups of an equal mesh as soon as a job makes one.
+
+    What DTensor has found out about an operator is kept with the mesh of the first job that used
+    it. To find it out again in each job would take a quarter of the time of all ranks.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    make = DeviceMesh.__init__
+
+    def made(mesh: Any, *args: Any, **kwargs: Any) -> None:
+        make(mesh, *args, **kwargs)
+        for old in (renewed := _OLD_MESHES.pop(mesh, [])):
+            old.__dict__ = mesh.__dict__
+        _MESHES.extend((mesh, *renewed))
+
+    DeviceMesh.__init__ = made  # type: ignore[method-assign]
+
+
+def _keep_meshes() -> None:
+    for mesh in _MESHES:
+        mesh._pg_registry.clear()  # it keeps groups, and these gloo's threads
+        _OLD_MESHES.setdefault(mesh, []).append(mesh)
+    _MESHES.clear()
 
 
 def _leave() -> None:
@@ -293,13 +328,12 @@ def _leave() -> None:
     import torch
     import torch.distributed as dist
     from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     if "deepspeed" in sys.modules:
         _leave_deepspeed()
     if dist.is_initialized():
         dist.destroy_process_group()
-    _clear_sharding_prop_cache()  # else DTensors on a mesh of the same ranks would get the names of old groups
+    _keep_meshes()
     clear_redistribute_planner_cache()
     for cache in _caches("torch.distributed."):
         cache.cache_clear()
