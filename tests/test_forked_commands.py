@@ -1,30 +1,16 @@
 """A command that tests fork is like one that a new interpreter runs."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sdp.tests.support.forks.command import ForkedCommand, run_forked
-from sdp.tests.support.processes import alive, until
+from sdp.tests.support.forks.command import run_forked
 from sdp.tests.support.small_runs import make_corpus, read_losses, run_sdp, tiny_config, write_config
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-def test_ranks_end_with_a_forked_command_that_is_killed(corpus: Path, tmp_path: Path) -> None:
-    config, run = write_config(tiny_config(corpus, groups=2, steps=100_000), tmp_path), tmp_path / "run"
-    with (tmp_path / "said").open("w") as said:
-        process = ForkedCommand(["train", config, "--dump-dir", run], said, said)
-    until(lambda: (run / "metrics.jsonl").exists(), seconds=120)
-    below = [*map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())]
-    assert len(below) == 3  # two ranks, and the process that forks them
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    until(lambda: not any(alive(pid) for pid in below))
 
 
 def test_commands_do_not_see_what_others_have_left(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:

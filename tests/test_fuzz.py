@@ -139,13 +139,6 @@ def fuzz_config(folder: Path, changes: Any) -> None:
     check("config", str(folder / "run.json"))
 
 
-def fuzz_launch(folder: Path, changes: Any) -> None:
-    (folder / "run.json").write_bytes(mutate(CONFIG, changes))
-    words = ["--launcher", "mpirun", "--mpi", "openmpi", "--hostfile", str(folder / "hosts"), "--dry-run"]
-    (folder / "hosts").write_text("worker-0 slots=2\nworker-1 slots=2\n")
-    check("launch", *words, str(folder / "run.json"), "--dump-dir", str(folder / "run"))
-
-
 def fuzz_hostfile(folder: Path, changes: Any) -> None:
     (folder / "run.json").write_text(CONFIG)
     (folder / "hosts").write_bytes(mutate("worker-0 slots=2\n# two hosts\nworker-1 slots=2\n", changes))
@@ -221,7 +214,7 @@ def fuzz_checkpoint(folder: Path, changes: Any) -> None:
 
 
 COMMANDS = {
-    fuzz_config: 250, fuzz_launch: 75, fuzz_hostfile: 100, fuzz_report: 120, fuzz_prepare: 70, fuzz_plan: 60,
+    fuzz_config: 250, fuzz_hostfile: 100, fuzz_report: 120, fuzz_prepare: 70, fuzz_plan: 60,
     fuzz_structure: 100, fuzz_run_files: 100, fuzz_checkpoint: 50, fuzz_other_sections: 100,
 }  # fmt: skip
 # What each changes: bytes of a text, or values of JSON.

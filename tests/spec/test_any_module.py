@@ -107,8 +107,6 @@ def _train(kind: str, case: Case, units: str) -> Trained:
     [
         ("encoder", Case(2, 1), "explicit"),
         *((kind, Case(2, 2, 3), "explicit") for kind in ("peeking", "mixtral")),
-        pytest.param("encoder", Case(2, 2, 3), "explicit", marks=pytest.mark.slow),
-        *(pytest.param(kind, Case(2, 1), "explicit", marks=pytest.mark.slow) for kind in ("peeking", "mixtral")),
         ("llama", Case(2, 2, 3), "patterns"),
         *((kind, Case(2, 2, 3, masking="backward"), "patterns") for kind in ("gpt2", "vit")),
         ("llama", Case(2, 1, checkpointing="selective"), "auto"),  # would fill a cache of keys and values twice

@@ -69,13 +69,9 @@ def test_fsdp2_equals_the_oracle(ranks: RankPool, case: Case) -> None:
     [
         Case(2, 1, 0, bf16=True),
         Case(2, 2, 1, 2, bf16=True, model="llama-tied"),
-        pytest.param(Case(4, 2, 2, 2, bf16=True, placement="profile"), marks=pytest.mark.slow),
-        pytest.param(Case(2, 2, 2, bf16=True, model="llama", checkpointing="full"), marks=pytest.mark.slow),
         Case(2, 1, 3, 2, bf16=True, model="even-llama-tied", tp=2),
-        pytest.param(Case(2, 2, 3, 2, bf16=True, model="even-llama-tied", tp=2), marks=pytest.mark.slow),
         Case(2, 1, 0, bf16=True, model="even-llama", neurons=3),
         Case(2, 2, 3, 2, bf16=True, model="even-llama-tied-meta", neurons=2, masking="backward"),
-        pytest.param(Case(2, 2, 3, 2, bf16=True, model="llama-tied-meta", masking="backward"), marks=pytest.mark.slow),
         Case(2, 1, 0, bf16=True, model="resnet-meta"),
         Case(2, 2, 2, bf16=True, model="swin-meta", checkpointing="full"),
     ],

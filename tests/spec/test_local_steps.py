@@ -28,10 +28,6 @@ from torch import nn
 PLAIN = '{"type": "SGD", "params": {"lr": 1.0}}'
 COVER = [
     Case(2, 1, 0, 2, steps=6, sync='{"every": 3}'),
-    pytest.param(Case(2, 1, 0, 2, steps=3, sync='{"every": 1}', masking="backward", model="llama-meta"),
-                 marks=pytest.mark.slow),
-    pytest.param(Case(2, 2, 1, 3, steps=4, sync='{"every": 2, "fragments": 2}', clip=True, model="llama-tied-meta"),
-                 marks=pytest.mark.slow),
     pytest.param(Case(2, 2, 3, optimizer="adamw", steps=4, sync='{"every": 2}', masking="backward", model="llama-meta"),
                  marks=pytest.mark.slow),
     Case(4, 1, optimizer="adamw", steps=5, sync='{"every": 1, "single_holder": "skip"}', placement="random", clip=True),

@@ -24,18 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def _allocated() -> int:
-    """Bytes of all storages of tensors that Python knows, and that are still there after a moment.
-
-    A thread of gloo may keep a message's tensors a little longer than the step that sent it.
-    """
-    found = []
-    for _ in range(3):
-        time.sleep(0.02)
-        found.append(_allocated_now())
-    return min(found)
-
-
-def _allocated_now() -> int:
+    """Bytes of all storages of tensors that Python knows."""
+    time.sleep(0.1)  # a thread of gloo may keep a message's tensors a little longer than the step
     gc.collect()
     found = (one for one in gc.get_objects() if issubclass(type(one), torch.Tensor) and not isinstance(one, FakeTensor))
     locals_ = [local_tensor(one.detach()) for one in found]

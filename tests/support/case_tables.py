@@ -76,21 +76,15 @@ def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
     return cover
 
 
-def mostly_slow(rows: Sequence[Any]) -> list[Any]:
-    """Mark rows as slow, except for a few that have each value of each factor at least once.
+def mostly_slow(cases: Sequence[Case]) -> list[Any]:
+    """Mark cases as slow, except for a few that have each value of each factor at least once.
 
-    Args:
-        rows: Cases, or tuples of a case and a store. Then each store has each of its values. Cases
-            with few ranks are preferred, because they take less time.
+    Cases with few ranks are preferred, because they take less time.
     """
-    tuples = {row: row if isinstance(row, tuple) else (row,) for row in rows}
-    values_of = {
-        row: {(each.name, str(getattr(case, each.name)), *store) for each in fields(case)}
-        for row, (case, *store) in tuples.items()
-    }
+    values_of = {case: {(each.name, str(getattr(case, each.name))) for each in fields(case)} for case in cases}
     missing, kept = set().union(*values_of.values()), set()
     while missing:
-        best = max(rows, key=lambda row: len(values_of[row] & missing) / tuples[row][0].world)
+        best = max(values_of, key=lambda case: len(values_of[case] & missing) / case.world)
         kept.add(best)
         missing -= values_of[best]
-    return [row if row in kept else pytest.param(*tuples[row], marks=pytest.mark.slow) for row in rows]
+    return [case if case in kept else pytest.param(case, marks=pytest.mark.slow) for case in cases]

@@ -107,8 +107,6 @@ def _load(case: Case, folder: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "target",
     [
-        pytest.param(Case(1, 2, stage=2, optimizer="adamw", placement="full"), marks=pytest.mark.slow),
-        pytest.param(Case(2, 1, optimizer="adamw", sync='{"every": 3}'), marks=pytest.mark.slow),
         Case(4, 1, optimizer="adamw", placement="cyclic", sync='{"every": 2, "fragments": 2}'),
     ],
     ids=str,

@@ -88,7 +88,6 @@ CASES = [
     Case(2, 2, stage=3, clip=True),
     Case(2, 2, stage=1, accumulation=2, masking="backward"),
     Case(2, 1, stage=0, neurons=2, model="llama"),
-    pytest.param(Case(2, 2, stage=2, neurons=2, placement="cyclic", model="llama"), marks=pytest.mark.slow),
     Case(2, 1, stage=0, tp=2, model="even-llama"),
     Case(2, 1, stage=0, tp=2, model="wide-llama-tied-meta", neurons=2, placement="random"),
 ]
@@ -164,7 +163,7 @@ def test_local_steps_equal_the_oracle(case: Case, ranks: Any) -> None:
         assert result.measured == result.predicted
 
 
-@pytest.mark.parametrize("case", [CASES[0], CASES[4]], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[3]], ids=str)
 def test_each_matrix_is_gathered_once_a_step(case: Case, ranks: Any) -> None:
     for measured, predicted, gathers, matrices in ranks.run(state_and_gathers, case, world=case.world):
         assert measured == predicted

@@ -151,9 +151,6 @@ def test_bytes_are_those_of_the_plan(ranks: RankPool, case: Case, engine: str) -
         (Case(2, 1, 0, optimizer="int8", model="even-llama", tp=2, masking=TO_BACKWARD), "fsdp2"),
         # Two slices of a matrix in a group.
         (Case(2, 1, 0, optimizer="int8", model="even-llama", neurons=2, sync='{"every": 3}'), "fsdp2"),
-        pytest.param(
-            Case(2, 1, 0, optimizer="int8", model="resnet-meta", sync='{"every": 3}'), "fsdp2", marks=pytest.mark.slow
-        ),
         (Case(2, 2, 2, optimizer="bfloat16"), "deepspeed"),
     ],
     ids=str,
@@ -217,9 +214,6 @@ FLOAT32 = Case(2, 1, 0, model="wide-llama-tied-meta", optimizer="adamw")
     [
         (Case(2, 2, 3, **WIDE), Case(4, 1, 1, placement="cyclic", **WIDE), 0.0),
         (Case(2, 1, 0, tp=2, **WIDE), Case(2, 2, 3, **WIDE), 0.01),
-        pytest.param(NEURONS, Case(1, 2, 3, placement="full", **WIDE), 0.01, marks=pytest.mark.slow),
-        pytest.param(replace(NEURONS, placement="mixed"), Case(2, 2, 3, **WIDE), 0.01, marks=pytest.mark.slow),
-        pytest.param(Case(2, 2, 3, **WIDE), replace(NEURONS, placement="mixed"), 0.01, marks=pytest.mark.slow),
         (NEURONS, Case(2, 1, 0, neurons=2, tp=2, placement="cyclic", **WIDE), 0.01),
         (replace(NEURONS, groups=4, neurons=4), NEURONS, 0.01),  # every slice begins where a narrower one began
         (Case(1, 2, 3, placement="full", **WIDE), FLOAT32, 0.0),

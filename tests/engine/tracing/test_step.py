@@ -120,11 +120,7 @@ CASES = {
 }
 
 
-# Those of few groups, and those of many that have tensor parallelism.
-LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("llama_500m", "llama_1b", "llama_70b_hybrid")]
-
-
-@pytest.mark.parametrize("name", ["llama_134m", "llama_8b_hybrid", *LARGE])
+@pytest.mark.parametrize("name", ["llama_134m", "llama_8b_hybrid"])
 def test_messages_of_int8_copies_are_small(name: str) -> None:
     """At most 0.30 of those in float32, and 0.55 of those in bfloat16."""
     config = json.loads((Path(__file__).parents[3] / "configs" / f"{name}.json").read_text())
@@ -217,9 +213,6 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
 @pytest.mark.parametrize(
     ("layers", "options"),
     [
-        pytest.param(
-            20, {"stage": 3, "bf16": True, "accumulation": 2, "checkpointing": "full"}, marks=pytest.mark.slow
-        ),
         (
             10,
             {"groups": 1, "stage": 3, "bf16": True, "accumulation": 2, "model": {"hidden_size": 512}},
@@ -235,7 +228,6 @@ def test_a_peak_of_a_gigabyte(ranks: RankPool) -> None:
             {"masking": "backward", "placement": {f"model.layers.{i}": [int(20 <= i < 40)] for i in range(60)}},
             marks=pytest.mark.slow,
         ),  # on both sides of another
-        pytest.param(10, {"granularity": "neuron", "neuron_groups": 2}, marks=pytest.mark.slow),
         (10, {"granularity": "neuron", "neuron_groups": 2, "tp": 2}),
     ],
 )
