@@ -318,7 +318,7 @@ def _renew_meshes() -> None:
 
 def _keep_meshes() -> None:
     for mesh in _MESHES:
-        mesh._pg_registry.clear()  # it keeps groups, and these gloo's threads
+        vars(mesh)["_pg_registry"].clear()  # it keeps groups, and these gloo's threads
         _OLD_MESHES.setdefault(mesh, []).append(mesh)
     _MESHES.clear()
 
