@@ -11,9 +11,7 @@
 # Each makes .venv and installs pinned packages first, torch before everything that depends on it. On a machine whose
 # torch is given, use it: make VENV=/path/to/venv TORCH=torch …  (in NVIDIA's image, a venv with --system-site-packages)
 VENV   ?= .venv
-# pyenv builds a python3 without optimizations, whose pure Python is 1.4 times as slow. Then the system's is used if it can be.
-PYTHON ?= $(shell python3 -c 'import sys, sysconfig as s; sys.exit("--enable-optimizations" not in str(s.get_config_var("CONFIG_ARGS")))' \
-	2> /dev/null || ! /usr/bin/python3 -c 'import ensurepip, sys; sys.exit(sys.version_info < (3, 11))' 2> /dev/null || echo /usr/bin/)python3
+PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
