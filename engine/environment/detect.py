@@ -13,10 +13,11 @@ import re
 import socket
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from random import SystemRandom
 
 from ..errors import LaunchError, quote
 
@@ -359,9 +360,11 @@ def exported(settings: Mapping[str, str]) -> Iterator[None]:
 
 def free_port() -> int:
     """Return a TCP port that is free on this host now. Another program may take it soon."""
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
+    for port in SystemRandom().sample(range(20_000, 32_768), 50):  # Linux gives connections ports from 32,768 on
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise LaunchError("no TCP port from 20,000 to 32,767 is free on this host")
 
 
 def _resolve(launcher: Launcher, environ: Mapping[str, str]) -> Environment:
