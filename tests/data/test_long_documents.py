@@ -71,6 +71,7 @@ def test_memory_is_at_most_three_times_the_longest_document(tmp_path, text):
         {"compression": "zstd"},
         pytest.param({"compression": "zstd", "use_dictionary": False}, marks=pytest.mark.slow),
         pytest.param({"compression": "snappy"}, marks=pytest.mark.slow),
+        pytest.param({"compression": "none", "data_page_version": "2.0"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

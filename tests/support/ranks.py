@@ -286,11 +286,8 @@ def _send_through_the_host() -> None:
 def _caches(package: str) -> list[Any]:
     """Return the caches of a package's functions, except those of :func:`_renew_meshes`."""
     found = (one for one in gc.get_objects() if type(one) is type(_caches))
-    return [
-        one
-        for one in found
-        if one.__module__.startswith(package) and one.__name__ != "propagate_op_sharding_non_cached"
-    ]
+    kept = "propagate_op_sharding_non_cached"
+    return [one for one in found if one.__module__.startswith(package) and one.__name__ != kept]
 
 
 _MESHES: list[Any] = []  # of this job

@@ -68,6 +68,7 @@ def train_with(case: Case, sections: dict[str, Any]) -> Any:
     ("case", "sections"),
     [
         (Case(2, 1, 0, 1, clip=True), {"fp16": FP16}),
+        pytest.param(Case(2, 2, 3, 2), {"fp16": {"enabled": True, "loss_scale": 64.0}}, marks=pytest.mark.slow),
         (Case(2, 2, 1, 2, masking="backward"), {"fp16": FP16}),
         (Case(2, 1, 0, 1), {"torch_autocast": {"enabled": True, "dtype": "torch.bfloat16"}}),
         (Case(2, 2, 3, 1), {"torch_autocast": {"enabled": True, "dtype": "fp16"}, "fp16": {"initial_scale_power": 4}}),

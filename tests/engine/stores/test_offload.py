@@ -24,6 +24,7 @@ def train_offloaded(case: Case, section: str) -> Any:
         (Case(2, 2, 1, 1, optimizer="momentum"), "offload_optimizer"),
         (Case(2, 1, 0, 1, optimizer="adamw"), "offload_optimizer"),
         (Case(2, 2, 3, 1, masking="backward"), "offload_optimizer"),
+        pytest.param(Case(2, 2, 2, 3, bf16=True), "offload_param", marks=pytest.mark.slow),
     ],
     ids=str,
 )
