@@ -29,14 +29,15 @@ def main() -> int:
         default=len(os.sched_getaffinity(0)),
         help="runs at a time, one thread each (default: the cores)",
     )
+    parser.add_argument("--compile", action="store_true", help="compile blocks; changes results by round-off only")
     args = parser.parse_args()
     try:
         grid, out = read_grid(args.grid), args.out
         out.mkdir(parents=True, exist_ok=True)
         data, corpus = prepared_data(grid.first_runs()[0], out)
         results = Results(out / "results.json", corpus)
-        failed = list(run_all(grid.first_runs(), out, data, results, args.jobs))
-        failed += run_all(list(later_runs(grid, results)), out, data, results, args.jobs)
+        failed = list(run_all(grid.first_runs(), out, data, results, args.jobs, compiled=args.compile))
+        failed += run_all(list(later_runs(grid, results)), out, data, results, args.jobs, compiled=args.compile)
         print(report(grid, out, results, data))
     except (SDPError, OSError) as error:
         print(f"lab.grid: error: {error}", file=sys.stderr)

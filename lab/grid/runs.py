@@ -131,7 +131,14 @@ Train = Callable[[GridRun, Path, Path], tuple[list[dict[str, Any]], float | None
 
 
 def run_all(
-    wanted: Sequence[GridRun], out: Path, data: Path | None, results: Results, jobs: int, train: Train | None = None
+    wanted: Sequence[GridRun],
+    out: Path,
+    data: Path | None,
+    results: Results,
+    jobs: int,
+    train: Train | None = None,
+    *,
+    compiled: bool = False,
 ) -> Iterator[str]:
     """Run what is not done, ``jobs`` at a time, and yield a line for each run that failed.
 
@@ -143,8 +150,9 @@ def run_all(
         jobs: How many runs train at a time, one thread each.
         train: Trains a run, and returns its evaluations and seconds. Raises RuntimeError if the run
             failed. By default, a process is started.
+        compiled: Whether these processes compile the blocks of the model.
     """
-    processes = Processes()
+    processes = Processes(compiled=compiled)
     train = train or processes.train
     missing = [run for run in wanted if results.of(run) is None]
 
@@ -169,9 +177,14 @@ def run_all(
 
 
 class Processes:
-    """Starts runs as processes, and ends all of them at Ctrl-C or SIGTERM."""
+    """Starts runs as processes, and ends all of them at Ctrl-C or SIGTERM.
 
-    def __init__(self) -> None:
+    Args:
+        compiled: Whether runs compile their blocks.
+    """
+
+    def __init__(self, *, compiled: bool = False) -> None:
+        self._compiled = compiled
         self._running: set[subprocess.Popen[str]] = set()
 
     def train(self, run: GridRun, config: Path, folder: Path) -> tuple[list[dict[str, Any]], float | None]:
@@ -179,6 +192,8 @@ class Processes:
         program = ["lab.simulator", str(config.resolve()), str(folder.resolve())]
         if not run.grid.simulate:
             program = ["sdp", "train", program[1], "--dump-dir", program[2]]
+        if self._compiled:
+            program += ["--set", "training.compile=true"]
         # Nobody measures the memory of these runs. Returning freed memory to the system at once
         # would take a third of their time.
         allocator = {name: str(1 << 30) for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")}

@@ -25,6 +25,7 @@ from sdp.engine.optim.optimizers import build_optimizer
 from sdp.engine.optim.schedules import HolderScale, exponent_of, is_decoupled, scheduler_of
 from sdp.engine.placement.layout import Layout
 from sdp.engine.placement.tensor_info import Shard
+from sdp.engine.subnetwork.execution import compile_units
 from sdp.engine.subnetwork.initialisation import seed_of
 from sdp.engine.subnetwork.materialise import give_values
 from sdp.models.registry import build_model
@@ -42,7 +43,7 @@ _FOLLOWED = {
     "sdp": "groups capacity granularity neuron_groups masking placement profile units protect seed lr_scale "
     "check_interval",
     "training": "steps seed evaluate_every evaluate_batches max_skips init_from save_every keep async_save "
-    "start_timeout step_timeout",
+    "start_timeout step_timeout compile",
 }
 
 
@@ -58,6 +59,8 @@ def require_followed(config: Config) -> None:
                 )
     if config.training.steps is None:
         raise ConfigError("training.steps: the simulator needs a number of steps")
+    if config.training.compile and config.sdp.granularity == "neuron":
+        raise ConfigError("training.compile: the simulator compiles blocks only; remove it")
     if config.optimizer is not None and config.optimizer.type.lower() == "muon":
         raise ConfigError("optimizer.type: the simulator has no Muon; use another optimizer")
 
@@ -104,6 +107,9 @@ class Simulation:
         self.layout = with_first_values(config, model, device)
         if mixing := [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]:
             raise ModelError(f"{mixing[0]}: mixes the rows of all groups; train without the simulator")
+        if config.training.compile:
+            # The numbers of rows are fixed. Code for any number would be slower.
+            compile_units(model, [unit.name for unit in self.layout.units if unit.is_block], device, sliced=True)
         self._workers = Workers(model, self.layout)
         self.optimizer = self._make_optimizer()
         self._scheduler = scheduler_of(config, None, self.optimizer)

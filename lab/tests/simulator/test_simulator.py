@@ -40,13 +40,15 @@ def _batch(case: Case, step: int, micro: int) -> dict[str, torch.Tensor]:
     return {**batch, "labels": batch["input_ids"].clone()}
 
 
-def _simulation(case: Case) -> Simulation:
-    return Simulation(load_config(case.config()), models.build(case.model), CPU)
+def _simulation(case: Case, compiled: bool = False) -> Simulation:
+    config = case.config()
+    config["training"] = {**config.get("training", {}), "compile": compiled}
+    return Simulation(load_config(config), models.build(case.model), CPU)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_run_is_that_of_the_oracle(case: Case) -> None:
-    ours, theirs = _simulation(case), oracle_of(case)
+@pytest.mark.parametrize(("case", "compiled"), [*((case, False) for case in CASES), (CASES[1], True)], ids=str)
+def test_a_run_is_that_of_the_oracle(case: Case, compiled: bool) -> None:
+    ours, theirs = _simulation(case, compiled), oracle_of(case)
     before = theirs.state_dict()
     for step in range(case.steps):
         batches = [_batch(case, step, micro) for micro in range(case.accumulation)]
@@ -58,6 +60,7 @@ def test_a_run_is_that_of_the_oracle(case: Case) -> None:
         assert norm == pytest.approx(done.norm, rel=RELATIVE)
         assert not case.clip or norm > CLIP, "the clipping does nothing"
     assert mean_loss(ours.model, [batches[0]]) == pytest.approx(theirs.evaluate(batches[0]), rel=RELATIVE)
+    assert bool(torch._dynamo.utils.counters["frames"]["ok"]) == compiled
     weights = dict(ours.model.named_parameters())
     for name, after in theirs.state_dict().items():
         if name in weights:
@@ -165,6 +168,10 @@ def test_groups_with_different_numbers_of_targets_are_refused() -> None:
         ({"sdp": {"groups": 2, "sync": {"every": 8}}}, r"^sdp\.sync: the simulator does not follow this key"),
         ({"training": {}}, "needs a number of steps"),
         ({"optimizer": {"type": "Muon", "params": {"lr": 0.1}}}, "has no Muon"),
+        (
+            {"sdp": {"groups": 2, "granularity": "neuron"}, "training": {"steps": 1, "compile": True}},
+            "compiles blocks only",
+        ),
     ],
 )
 def test_a_key_that_is_not_followed_is_refused(change: dict[str, Any], message: str) -> None:
