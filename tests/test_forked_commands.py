@@ -13,6 +13,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(tmp_path_factory.mktemp("corpus"))
 
 
+@pytest.mark.slow
 def test_commands_do_not_see_what_others_have_left(corpus: Path, tmp_path: Path, monkeypatch: Any) -> None:
     """The same losses as with new interpreters, before and after a command that fails."""
     config = write_config(tiny_config(corpus, groups=2, steps=3), tmp_path)

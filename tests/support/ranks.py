@@ -189,6 +189,7 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     _renew_meshes()
+    # _share_thread()
     torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed makes a text of all weights, also where it prints none
     _caches("torch.distributed.")  # found before they are frozen
     connection.send_bytes(b"ready")
@@ -288,6 +289,20 @@ def _caches(package: str) -> list[Any]:
     found = (one for one in gc.get_objects() if type(one) is type(_caches))
     kept = "propagate_op_sharding_non_cached"
     return [one for one in found if one.__module__.startswith(package) and one.__name__ != kept]
+
+
+def _share_thread() -> None:
+    """Let all groups of this rank share gloo's thread, which runs 100 times a second."""
+    from torch.distributed import ProcessGroupGloo
+
+    make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
+
+    def made(group: Any, store: Any, rank: int, size: int, timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
+        options = ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device], timeout
+        make(group, store, rank, size, options)
+
+    ProcessGroupGloo.__init__ = made  # type: ignore[method-assign]
 
 
 _MESHES: list[Any] = []  # of this job

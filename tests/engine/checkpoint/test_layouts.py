@@ -19,7 +19,7 @@ from sdp.tests.support.ranks import RankPool
 
 TARGETS = [
     SOURCE,
-    Case(4, 2, stage=3, optimizer="adamw", placement="mixed"),
+    pytest.param(Case(4, 2, stage=3, optimizer="adamw", placement="mixed"), marks=pytest.mark.slow),
     Case(1, 4, stage=2, optimizer="adamw", placement="full"),
 ]
 

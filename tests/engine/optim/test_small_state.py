@@ -146,7 +146,7 @@ def test_bytes_are_those_of_the_plan(ranks: RankPool, case: Case, engine: str) -
 @pytest.mark.parametrize(
     ("case", "engine"),
     [
-        (Case(2, 2, 3, optimizer="int8", model="llama-meta"), "fsdp2"),
+        pytest.param(Case(2, 2, 3, optimizer="int8", model="llama-meta"), "fsdp2", marks=pytest.mark.slow),
         (Case(1, 4, 3, optimizer="int8"), "fsdp2"),  # a shard of the head is empty
         (Case(2, 1, 0, optimizer="int8", model="even-llama", tp=2, masking=TO_BACKWARD), "fsdp2"),
         # Two slices of a matrix in a group.
@@ -213,7 +213,7 @@ FLOAT32 = Case(2, 1, 0, model="wide-llama-tied-meta", optimizer="adamw")
     ("source", "target", "tolerance"),
     [
         (Case(2, 2, 3, **WIDE), Case(4, 1, 1, placement="cyclic", **WIDE), 0.0),
-        (Case(2, 1, 0, tp=2, **WIDE), Case(2, 2, 3, **WIDE), 0.01),
+        pytest.param(Case(2, 1, 0, tp=2, **WIDE), Case(2, 2, 3, **WIDE), 0.01, marks=pytest.mark.slow),
         (NEURONS, Case(2, 1, 0, neurons=2, tp=2, placement="cyclic", **WIDE), 0.01),
         (replace(NEURONS, groups=4, neurons=4), NEURONS, 0.01),  # every slice begins where a narrower one began
         (Case(1, 2, 3, placement="full", **WIDE), FLOAT32, 0.0),
