@@ -42,6 +42,8 @@ class Grid(Section):
         skip: Cells that are left out, as pairs of row and column.
         simulate: Whether all groups of a run are in one process. If not, ``sdp train`` runs.
         tune: By key, the values that are tried in each cell.
+        also_try: By row and column, further values for the keys of ``tune``, for a cell whose
+            best value is the lowest or highest of those.
         tune_seeds: The number of seeds with which these values are tried.
         seeds: The number of seeds of a cell.
         equal_cost: At which equal costs rows are compared, if the columns are lengths of training.
@@ -57,6 +59,7 @@ class Grid(Section):
     skip: list[list[str]] = Field(default=[])
     simulate: bool = False
     tune: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default={})
+    also_try: dict[str, dict[str, dict[str, list[Any]]]] = Field(default={})
     tune_seeds: Positive = 1
     seeds: Positive = 3
     equal_cost: EqualCost | None = None
@@ -67,9 +70,14 @@ class Grid(Section):
         """Return the cells that are trained, as pairs of row and column."""
         return [cell for cell in itertools.product(self.rows, self.columns) if list(cell) not in self.skip]
 
-    def choices(self) -> list[Settings]:
-        """Return the settings that each cell tries. If nothing is tuned, one empty choice."""
-        return [dict(zip(self.tune, values, strict=True)) for values in itertools.product(*self.tune.values())]
+    def choices(self, row: str, column: str) -> list[Settings]:
+        """Return the settings that a cell tries. If nothing is tuned, one empty choice."""
+        of_cell = self.also_try.get(row, {}).get(column)
+        return [
+            dict(zip(values, chosen, strict=True))
+            for values in (self.tune, *([of_cell] if of_cell else []))
+            for chosen in itertools.product(*values.values())
+        ]
 
     def first_runs(self) -> list[GridRun]:
         """Return the runs that choose values: every cell with every choice, and the first seeds."""
@@ -77,7 +85,7 @@ class Grid(Section):
             GridRun(self, *cell, choice, seed)
             for seed in range(self.tune_seeds)
             for cell in self.cells()
-            for choice in self.choices()
+            for choice in self.choices(*cell)
         ]
 
 
@@ -127,9 +135,16 @@ def read_grid(path: Path) -> Grid:
     for row in [*grid.compare_with, *([equal.reference] if equal is not None else [])]:
         if row not in grid.rows:
             raise ConfigError(f"{path}: {row} is not a row of this grid")
-    for pair in grid.skip:
-        if tuple(pair) not in itertools.product(grid.rows, grid.columns):
-            raise ConfigError(f"{path}: skip: {pair} is not a pair of a row and a column of this grid")
+    for key, pairs in (
+        ("skip", grid.skip),
+        ("also_try", [[row, column] for row in grid.also_try for column in grid.also_try[row]]),
+    ):
+        for pair in pairs:
+            if tuple(pair) not in itertools.product(grid.rows, grid.columns):
+                raise ConfigError(f"{path}: {key}: {pair} is not a pair of a row and a column of this grid")
+    for row, column, values in ((row, *cell) for row, cells in grid.also_try.items() for cell in cells.items()):
+        if values.keys() != grid.tune.keys():
+            raise ConfigError(f"{path}: also_try: {row}, {column} needs values for each key of tune, and no other")
     if equal is not None:
         _require_lengths(grid, path)
         equal.machines(1)

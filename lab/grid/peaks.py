@@ -31,7 +31,7 @@ def peaks(grid: Grid, out: Path) -> Iterator[tuple[str, str, int, int]]:
     """Yield row, column, and the bytes of state and peak of each cell of language models."""
     data, _ = prepared_data(grid.first_runs()[0], out)
     for row, column in grid.cells():
-        raw = GridRun(grid, row, column, grid.choices()[0], 0).config(data)
+        raw = GridRun(grid, row, column, grid.choices(row, column)[0], 0).config(data)
         raw["model"] |= open_corpus(load_config(raw), out).facts
         config = load_config(raw)
         mesh = mesh_of(config, config.sdp.groups)

@@ -23,11 +23,11 @@ def best_choice(grid: Grid, cell: tuple[str, str], results: Results) -> Settings
     A choice with a missing run does not count. Returns None if no choice has all of its runs.
     """
     means = []
-    for index, choice in enumerate(grid.choices()):
+    for index, choice in enumerate(grid.choices(*cell)):
         losses = _losses(grid, cell, choice, grid.tune_seeds, results)
         if None not in losses:
             means.append((statistics.mean(loss for loss in losses if loss is not None), index))
-    return grid.choices()[min(means)[1]] if means else None
+    return grid.choices(*cell)[min(means)[1]] if means else None
 
 
 def later_runs(grid: Grid, results: Results) -> Iterator[GridRun]:

@@ -143,11 +143,23 @@ def test_a_grid_goes_on_from_its_file(tmp_path: Path) -> None:
         _results(tmp_path, "y")
 
 
+def test_a_cell_may_try_more_values_than_others(tmp_path: Path) -> None:
+    grid, results = _grid(tmp_path, also_try={"half": {"H = 5": {"optimizer.params.lr": [0.4]}}}), _results(tmp_path)
+    tried = [(run.row, run.column, run.choice["optimizer.params.lr"]) for run in grid.first_runs()]
+    assert len(tried) == 3 * 2 + 1 and tried[-1] == ("half", "H = 5", 0.4)
+    losses = {("half", "H = 5", rate, 0): loss for rate, loss in ((0.1, 3.0), (0.2, 2.5), (0.4, 2.0))}
+    _note(grid, results, {**losses, ("half", "every step", 0.1, 0): 2.5, ("half", "every step", 0.2, 0): 2.0})
+    assert best_choice(grid, ("half", "H = 5"), results) == {"optimizer.params.lr": 0.4}
+    assert best_choice(grid, ("half", "every step"), results) == {"optimizer.params.lr": 0.2}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"rows": {"dense": {"sdp.capaciti": 1}}, "skip": []}, "dense, every step: sdp.capaciti"),
         ({"skip": [["dense", "H = 6"]]}, "is not a pair of a row and a column"),
+        ({"also_try": {"dense": {"H = 6": {"optimizer.params.lr": [1]}}}}, "is not a pair of a row and a column"),
+        ({"also_try": {"half": {"H = 5": {"lr": [1]}}}}, "half, H = 5 needs values for each key of tune"),
         ({"columns": {}}, "columns"),
         ({"compare_with": ["dance"]}, "dance is not a row"),
         ({"rows": {"half": {}, "half!": {}, "half?": {}, "dense": {}}}, "rename one"),
