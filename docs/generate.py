@@ -78,7 +78,7 @@ sdp: error: training.tokens: this key was removed; use training.steps: divide th
 data.sequence_length
 ```
 
-The tables below list everything that was removed. This version has one way to do each thing.
+The tables below list what was removed. This version has one way to do each thing.
 Programs that only a laboratory needs are in `lab/`, which is not installed. The last commit before
 these changes has the tag `before-one-runtime`.
 

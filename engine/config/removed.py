@@ -64,6 +64,7 @@ OPTIONS: dict[tuple[str, str], str] = {
     ("bench", "--network"): "run the command with python -m lab.network in a checkout of the repository",
     ("bench", "--workers"): "run sdp bench once for each number of groups, with --set sdp.groups=N",
     **{("bench", f"--{name}"): "run python -m lab.overhead in a checkout of the repository" for name in _OVERHEAD},
+    ("plan", "--html"): "leave it out; the terminal has all figures",
     ("plan", "--alone"): "leave it out; sdp plan CONFIG plans CONFIG alone, and --compare plans other ways",
     ("report", "--noise-plot"): "leave it out; runs do not measure the gradient noise any more",
 }

@@ -29,10 +29,12 @@ def main() -> int:
         default=len(os.sched_getaffinity(0)),
         help="runs at a time, one thread each (default: the cores)",
     )
-    parser.add_argument("--compile", action="store_true", help="compile blocks; changes results by round-off only")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the blocks of models; results differ by round-off"
+    )
     args = parser.parse_args()
     try:
-        grid, out = read_grid(args.grid), args.out
+        grid, out = read_grid(args.grid, compiled=args.compile), args.out
         out.mkdir(parents=True, exist_ok=True)
         data, corpus = prepared_data(grid.first_runs()[0], out)
         results = Results(out / "results.json", corpus)

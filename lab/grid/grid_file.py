@@ -42,8 +42,8 @@ class Grid(Section):
         skip: Cells that are left out, as pairs of row and column.
         simulate: Whether all groups of a run are in one process. If not, ``sdp train`` runs.
         tune: By key, the values that are tried in each cell.
-        also_try: By row and column, further values for the keys of ``tune``, for a cell whose
-            best value is the lowest or highest of those.
+        also_try: More values for the keys of ``tune`` in single cells, by row and column. Useful
+            where a cell's best value is the lowest or highest that was tried.
         tune_seeds: The number of seeds with which these values are tried.
         seeds: The number of seeds of a cell.
         equal_cost: At which equal costs rows are compared, if the columns are lengths of training.
@@ -59,7 +59,7 @@ class Grid(Section):
     skip: list[list[str]] = Field(default=[])
     simulate: bool = False
     tune: dict[str, Annotated[list[Any], Field(min_length=1)]] = Field(default={})
-    also_try: dict[str, dict[str, dict[str, list[Any]]]] = Field(default={})
+    also_try: dict[str, dict[str, dict[str, Annotated[list[Any], Field(min_length=1)]]]] = Field(default={})
     tune_seeds: Positive = 1
     seeds: Positive = 3
     equal_cost: EqualCost | None = None
@@ -125,8 +125,16 @@ class GridRun:
         return config
 
 
-def read_grid(path: Path) -> Grid:
-    """Read a grid's file. Raises ConfigError if it is not one, or if a cell is not valid."""
+def read_grid(path: Path, *, compiled: bool = False) -> Grid:
+    """Read a grid's file.
+
+    Args:
+        path: The file.
+        compiled: Whether runs compile their blocks.
+
+    Raises:
+        ConfigError: It is not the file of a grid, or a cell is not valid.
+    """
     try:
         grid = parse_section(Grid, read_json_file(path, unique_keys=True), str(path))
     except (JsonError, OSError) as error:
@@ -135,14 +143,12 @@ def read_grid(path: Path) -> Grid:
     for row in [*grid.compare_with, *([equal.reference] if equal is not None else [])]:
         if row not in grid.rows:
             raise ConfigError(f"{path}: {row} is not a row of this grid")
-    for key, pairs in (
-        ("skip", grid.skip),
-        ("also_try", [[row, column] for row in grid.also_try for column in grid.also_try[row]]),
-    ):
-        for pair in pairs:
-            if tuple(pair) not in itertools.product(grid.rows, grid.columns):
-                raise ConfigError(f"{path}: {key}: {pair} is not a pair of a row and a column of this grid")
+    for pair in grid.skip:
+        if tuple(pair) not in itertools.product(grid.rows, grid.columns):
+            raise ConfigError(f"{path}: skip: {pair} is not a pair of a row and a column of this grid")
     for row, column, values in ((row, *cell) for row, cells in grid.also_try.items() for cell in cells.items()):
+        if (row, column) not in grid.cells():
+            raise ConfigError(f"{path}: also_try: {row}, {column} is no cell that this grid trains")
         if values.keys() != grid.tune.keys():
             raise ConfigError(f"{path}: also_try: {row}, {column} needs values for each key of tune, and no other")
     if equal is not None:
@@ -152,12 +158,15 @@ def read_grid(path: Path) -> Grid:
     for run in grid.first_runs():
         where = f"{path}: {run.row}, {run.column}"
         try:
-            config = load_config(run.config())
+            config = load_config(run.config(), ["training.compile=true"] if compiled else [])
             if grid.simulate:
                 require_followed(config)
         except SDPError as error:
             raise ConfigError(f"{where}: {error}") from None
-        if (other := by_name.setdefault(run.name, run)) is not run:
+        other = by_name.setdefault(run.name, run)
+        if other is not run and (other.row, other.column) == (run.row, run.column):
+            raise ConfigError(f"{where}: tries {run.choice} twice; remove one")
+        if other is not run:
             raise ConfigError(f"{where}: its runs would have the name of {other.row}, {other.column}; rename one")
     return grid
 

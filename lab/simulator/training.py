@@ -108,8 +108,9 @@ class Simulation:
         if mixing := [name for name, module in model.named_modules() if isinstance(module, _BatchNorm)]:
             raise ModelError(f"{mixing[0]}: mixes the rows of all groups; train without the simulator")
         if config.training.compile:
-            # The numbers of rows are fixed. Code for any number would be slower.
-            compile_units(model, [unit.name for unit in self.layout.units if unit.is_block], device, sliced=True)
+            # A block has a graph for each number of rows: of its holders, of others, and of all.
+            blocks, phases = [unit.name for unit in self.layout.units if unit.is_block], len(config.sdp.maskings)
+            compile_units(model, blocks, device, sliced=True, phases=phases * config.sdp.groups)
         self._workers = Workers(model, self.layout)
         self.optimizer = self._make_optimizer()
         self._scheduler = scheduler_of(config, None, self.optimizer)

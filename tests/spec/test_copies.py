@@ -51,7 +51,6 @@ CASES = [
     (Case(2, 2, 3, model="llama-meta", copies=NF4, **BACKWARD), "deepspeed"),
 ]
 CASES = [(case if case.copies in (OLD, BOTH) else replace(case, steps=2), engine) for case, engine in CASES]
-SLOW = CASES[3], CASES[6], CASES[7]  # others have what these have
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
@@ -117,9 +116,7 @@ def _whole(engine: Any, parameter: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts)[: parameter.ds_shape.numel()].view(parameter.ds_shape)
 
 
-@pytest.mark.parametrize(
-    ("case", "engine"), [pytest.param(*one, marks=pytest.mark.slow) if one in SLOW else one for one in CASES], ids=str
-)
+@pytest.mark.parametrize(("case", "engine"), CASES, ids=str)
 def test_a_step_equals_the_oracles(ranks: RankPool, case: Case, engine: str) -> None:
     answers = ranks.run(_moments, case, engine, world=case.world)
     groups, tolerance = oracle_of(case), 2e-2 if case.bf16 else RELATIVE
@@ -214,11 +211,7 @@ def test_a_round_of_local_steps_equals_the_oracles(ranks: RankPool, kind: str) -
 @pytest.mark.parametrize(
     ("case", "engine"),
     [
-        pytest.param(
-            Case(2, 2, 3, optimizer="adamw", model="llama-meta", copies=BOTH, **BACKWARD),
-            "fsdp2",
-            marks=pytest.mark.slow,
-        ),
+        (Case(2, 1, optimizer="adamw", copies=OLD, **BACKWARD), "fsdp2"),
         (Case(2, 1, 0, optimizer="adamw", model="even-llama", neurons=2, masking=TO_BACKWARD, copies=NF4), "fsdp2"),
         (Case(2, 2, 3, optimizer="adamw", model="llama-meta", copies=NF4, sync='{"every": 3}', **BACKWARD), "fsdp2"),
         (Case(2, 2, 3, optimizer="adamw", model="llama-meta", copies=INT8, **BACKWARD), "deepspeed"),
@@ -226,7 +219,7 @@ def test_a_round_of_local_steps_equals_the_oracles(ranks: RankPool, kind: str) -
     ids=str,
 )
 def test_a_resume_equals_the_undisturbed_run(ranks: RankPool, case: Case, engine: str, tmp_path: Path) -> None:
-    every = 2 if case.copies == BOTH else 1  # between two refreshes it does not
+    every = 2 if case.copies == OLD else 1  # between two refreshes it does not
     assert_equal_runs(ranks.run(resumed, case, str(tmp_path), engine, every, world=case.world))
 
 
@@ -267,9 +260,6 @@ def _too_large(case: Case, at_start: bool) -> str:
 def test_a_scale_that_is_not_finite_is_an_error_on_all_ranks(ranks: RankPool, at_start: bool) -> None:
     for message in ranks.run(_too_large, Case(2, 1, copies=INT8, **BACKWARD), at_start, world=2):
         assert message.startswith("layers.3.up.weight: a copy in int8 has a scale that is not finite")
-
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 def _alive(case: Case) -> tuple[int, int, int]:

@@ -189,7 +189,7 @@ def _serve(connection: Connection) -> None:
 
     torch.set_num_threads(1)
     _renew_meshes()
-    # _share_thread()
+    _share_thread()
     torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed makes a text of all weights, also where it prints none
     _caches("torch.distributed.")  # found before they are frozen
     connection.send_bytes(b"ready")
@@ -292,7 +292,7 @@ def _caches(package: str) -> list[Any]:
 
 
 def _share_thread() -> None:
-    """Let all groups of this rank share gloo's thread, which runs 100 times a second."""
+    """Let all groups of this rank share one thread of gloo, which runs 100 times a second."""
     from torch.distributed import ProcessGroupGloo
 
     make, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
@@ -310,7 +310,7 @@ _OLD_MESHES: dict[Any, list[Any]] = {}  # of earlier jobs; equal ones together
 
 
 def _renew_meshes() -> None:
-    """Let meshes of earlier jobs have the groups of an equal mesh as soon as a job makes one.
+    """When a job makes a mesh, give its groups to equal meshes of earlier jobs.
 
     What DTensor has found out about an operator is kept with the mesh of the first job that used
     it. To find it out again in each job would take a quarter of the time of all ranks.

@@ -158,7 +158,8 @@ def test_a_cell_may_try_more_values_than_others(tmp_path: Path) -> None:
     [
         ({"rows": {"dense": {"sdp.capaciti": 1}}, "skip": []}, "dense, every step: sdp.capaciti"),
         ({"skip": [["dense", "H = 6"]]}, "is not a pair of a row and a column"),
-        ({"also_try": {"dense": {"H = 6": {"optimizer.params.lr": [1]}}}}, "is not a pair of a row and a column"),
+        ({"also_try": {"dense": {"H = 5": {"optimizer.params.lr": [1]}}}}, "dense, H = 5 is no cell that this grid"),
+        ({"also_try": {"half": {"H = 5": {"optimizer.params.lr": [0.2]}}}}, "half, H = 5: tries"),
         ({"also_try": {"half": {"H = 5": {"lr": [1]}}}}, "half, H = 5 needs values for each key of tune"),
         ({"columns": {}}, "columns"),
         ({"compare_with": ["dance"]}, "dance is not a row"),
@@ -226,7 +227,7 @@ def test_the_memory_of_each_cell_is_that_of_a_plan(tmp_path: Path) -> None:
     grid = _grid(tmp_path, base=base, skip=[], columns={"every step": {}})
     found = {row: (state, peak) for row, _, state, peak in peaks(grid, tmp_path)}
     for row, measured in found.items():
-        config = load_config(GridRun(grid, row, "every step", grid.choices()[0], 0).config(corpus))
+        config = load_config(GridRun(grid, row, "every step", grid.choices(row, "every step")[0], 0).config(corpus))
         trace = forecast(row, config, Machine((2,), 1.0, 1.0, 1.0, 1.0), 2).worst.trace
         assert measured[0] == trace.state.parameters + trace.state.gradients + trace.state.optimizer
         assert measured[1] == pytest.approx(trace.peak, rel=0.01)

@@ -116,8 +116,6 @@ def test_losses_stay_near_those_of_float32() -> None:
     assert abs(bfloat16 / exact - 1) < 0.01
 
 
-# -- ranks: bytes, and checkpoints -----------------------------------------------------------------
-
 NEURONS = Case(2, 1, 0, model="wide-llama-tied-meta", neurons=2, optimizer="int8", placement="cyclic")
 CASES = [
     (Case(2, 2, 3, optimizer="int8", model="llama"), "fsdp2"),
@@ -213,7 +211,7 @@ FLOAT32 = Case(2, 1, 0, model="wide-llama-tied-meta", optimizer="adamw")
     ("source", "target", "tolerance"),
     [
         (Case(2, 2, 3, **WIDE), Case(4, 1, 1, placement="cyclic", **WIDE), 0.0),
-        pytest.param(Case(2, 1, 0, tp=2, **WIDE), Case(2, 2, 3, **WIDE), 0.01, marks=pytest.mark.slow),
+        (Case(2, 1, 0, tp=2, **WIDE), Case(2, 2, 3, **WIDE), 0.01),
         (NEURONS, Case(2, 1, 0, neurons=2, tp=2, placement="cyclic", **WIDE), 0.01),
         (replace(NEURONS, groups=4, neurons=4), NEURONS, 0.01),  # every slice begins where a narrower one began
         (Case(1, 2, 3, placement="full", **WIDE), FLOAT32, 0.0),

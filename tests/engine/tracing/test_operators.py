@@ -107,10 +107,7 @@ def _traced(config: dict[str, Any], device: Device, **batch: int) -> StepTrace:
 
 @pytest.mark.parametrize(
     ("bf16", "checkpointing", "documents"),
-    [
-        (True, "none", 8),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(False, "none", 0), (True, "selective", 8)]),
-    ],
+    [(False, "none", 0), (True, "none", 8), pytest.param(True, "selective", 8, marks=pytest.mark.slow)],
 )
 def test_a_step_with_such_operators_is_as_planned_of_a_gpu(
     bf16: bool, checkpointing: str, documents: int, monkeypatch: pytest.MonkeyPatch

@@ -140,7 +140,7 @@ def test_messages_of_int8_copies_are_small(name: str) -> None:
 # Others have what these have: states, sharding, precision, granularity and recomputation.
 SLOW = {
     "sdp-only", "zero3-bf16", "zero2-accumulated", "tensor-parallel", "neurons", "dense-zero3", "mostly-state",
-    "zero3-backward-bf16", "recomputed", "int8-copies",
+    "zero3-backward-bf16", "recomputed",
 }  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def test_a_traced_step_is_a_real_ranks(ranks: RankPool, name: str) -> None:
 LOCAL = {
     "int8": (4, config_of(4, placement="cyclic", sync={"every": 4, "fragments": 2, "compression": "int8"})),
     "sharded": (4, config_of(stage=2, masking="backward", sync={"every": 2, "overlap": 1, "compression": "bf16"})),
-    "neurons": (2, config_of(granularity="neuron", neuron_groups=4, accumulation=3, sync={"every": 2})),
+    "replicas": (4, config_of(granularity="neuron", neuron_groups=4, accumulation=3, sync={"every": 2})),
     "paths": (4, config_of(4, capacity=1.0, sync={"every": 2}, paths={"count": 2, "own": ["model.layers.[1-2]"]})),
     "muon": (4, config_of(stage=1, accumulation=3, optimizer="Muon", sync={"every": 2})),
 }

@@ -86,6 +86,23 @@ def test_a_run_goes_on_under_tensor_parallelism(trained_run, tmp_path):
         assert rank["state_measured"] == rank["state_predicted"]
 
 
+@pytest.mark.slow
+def test_neurons_train_resume_and_go_on_as_blocks(config, tmp_path):
+    section = {"groups": 2, "capacity": 0.5, "granularity": "neuron", "neuron_groups": 4}
+    path = write_config(config | {"sdp": section, "train_micro_batch_size_per_gpu": 4}, tmp_path)
+    for name, *words in (("whole",), ("halves", "--set", "training.steps=3"), ("halves", "--resume")):
+        assert run_sdp("train", path, "--dump-dir", tmp_path / name, *words).returncode == 0
+    assert read_losses(tmp_path / "halves") == read_losses(tmp_path / "whole")
+    last = json.loads((tmp_path / "whole" / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert last["subnetwork_losses"][0] != pytest.approx(last["loss"], rel=1e-4)
+    for rank in json.loads((tmp_path / "whole" / "summary.json").read_text())["ranks"]:
+        assert rank["state_measured"] == rank["state_predicted"]
+    # The same run goes on in blocks: names and shapes are those of the full model.
+    blocks = ["sdp.granularity=block", "sdp.neuron_groups=8", "training.steps=7"]
+    assert run_sdp("train", path, "--dump-dir", tmp_path / "whole", "--resume", "--set", *blocks).returncode == 0
+    assert len(read_losses(tmp_path / "whole")) == 7
+
+
 def test_a_resume_counts_tokens_on_and_refuses_fewer_steps(config, tmp_path, capsys):
     config["sdp"] = {"groups": 1}
     config["scheduler"] = None
