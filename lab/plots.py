@@ -309,6 +309,44 @@ def draw_columns(study: str, label: str) -> None:
     save(figure, f"{study}/plot")
 
 
+def draw_small_share() -> None:
+    """Draw loss against the tokens per parameter, and SDP's less that of equal state or peak."""
+    figures = read("small_share/results")
+    rows = {
+        "dense": ("black", "-"), "dense, six blocks": (COLOURS[3], "-"), "dense, three blocks": (COLOURS[4], "-"),
+        "dense, two blocks": (COLOURS[5], "-"), "dense, one block": (GREY, "-"),
+        "SDP, C = 0.25": (COLOURS[0], "--"), "SDP, C = 0.125": (COLOURS[1], "--"),
+    }  # fmt: skip
+    pairs = {
+        ("SDP, C = 0.25", "dense, six blocks"): "C = 0.25, less six blocks: equal peak",
+        ("SDP, C = 0.25", "dense, three blocks"): "C = 0.25, less three blocks: equal state",
+        ("SDP, C = 0.125", "dense, six blocks"): "C = 0.125, less six blocks: equal peak",
+        ("SDP, C = 0.125", "dense, two blocks"): "C = 0.125, less two blocks: equal state",
+    }
+    figure, (losses, less) = new_figure(11, 4.4, 2)
+    for row, (colour, line) in rows.items():
+        own = [cell for cell in figures["cells"] if cell["row"] == row]
+        _draw_cells(losses, own, color=colour, linestyle=line, label=row)
+    for (row, other), label in pairs.items():
+        own = [one for one in figures["differences"] if (one["row"], one["less"]) == (row, other)]
+        colour, marker = rows[row][0], "s" if "peak" in label else "o"
+        _draw_cells(less, own, marker=marker, color=colour, linestyle=":" if "peak" in label else "-", label=label)
+    less.axhline(0, color="black", linewidth=0.8)
+    losses.set(ylabel="held-out loss of the full model")
+    less.set(ylabel="SDP less the dense model (below 0: SDP is ahead)")
+    for axes in (losses, less):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([50, 200, 800], ["50", "200", "800"])
+        axes.set(xlabel="tokens per parameter")
+        axes.legend(frameon=False, fontsize=8)
+    save(figure, "small_share/plot")
+
+
+def _draw_cells(axes: Axes, cells: list[dict[str, Any]], *, marker: str = "o", **style: Any) -> None:
+    xs, ys, errors = zip(*sorted((_number(cell), cell["mean"], cell["spread"] or 0) for cell in cells), strict=True)
+    axes.errorbar(xs, ys, errors, marker=marker, capsize=4, **style)
+
+
 def _number(cell: Mapping[str, Any]) -> int:
     return next(int(word) for word in cell["column"].split() if word.isdigit())
 
@@ -400,6 +438,7 @@ def main() -> None:
     draw_given_model()
     draw_columns("sizes", "width")
     draw_columns("lengths", "tokens per parameter")
+    draw_small_share()
     draw_memory()
     draw_profiles("llama", ("dense", "smaller dense", "uniform", "linear", "depth"))
     draw_profiles("resnet18", ("dense", "smaller dense", "uniform", "depth"))
