@@ -321,6 +321,7 @@ def test_every_package_is_installed() -> None:
 # Private names that tests may reach, and whose they are. Those of SDP are not among them.
 FOREIGN_PRIVATE_NAMES = {
     "_dynamo": "torch",
+    **dict.fromkeys(("_Options", "_devices", "_timeout"), "ProcessGroupGloo of torch"),
     "_reset_state": "AcceleratorState of accelerate",
     "_local_scalar_dense": "torch.ops.aten",
     "_world": "torch.distributed.distributed_c10d",
