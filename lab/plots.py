@@ -310,18 +310,19 @@ def draw_columns(study: str, label: str) -> None:
 
 
 def draw_small_share() -> None:
-    """Draw loss against the tokens per parameter, and SDP's less that of equal state or peak."""
+    """Draw the loss, and SDP's loss minus that of dense models of nearly equal state or peak."""
     figures = read("small_share/results")
     rows = {
-        "dense": ("black", "-"), "dense, six blocks": (COLOURS[3], "-"), "dense, three blocks": (COLOURS[4], "-"),
-        "dense, two blocks": (COLOURS[5], "-"), "dense, one block": (GREY, "-"),
+        "dense": ("black", "-"), "dense, six blocks": (COLOURS[3], "-"), "dense, five blocks": (COLOURS[2], "-"),
+        "dense, three blocks": (COLOURS[4], "-"), "dense, two blocks": (COLOURS[5], "-"),
+        "dense, one block": (GREY, "-"),
         "SDP, C = 0.25": (COLOURS[0], "--"), "SDP, C = 0.125": (COLOURS[1], "--"),
     }  # fmt: skip
     pairs = {
-        ("SDP, C = 0.25", "dense, six blocks"): "C = 0.25, less six blocks: equal peak",
-        ("SDP, C = 0.25", "dense, three blocks"): "C = 0.25, less three blocks: equal state",
-        ("SDP, C = 0.125", "dense, six blocks"): "C = 0.125, less six blocks: equal peak",
-        ("SDP, C = 0.125", "dense, two blocks"): "C = 0.125, less two blocks: equal state",
+        ("SDP, C = 0.25", "dense, six blocks"): "C = 0.25, less six blocks (0.99 of its peak)",
+        ("SDP, C = 0.25", "dense, three blocks"): "C = 0.25, less three blocks (0.89 of its state)",
+        ("SDP, C = 0.125", "dense, five blocks"): "C = 0.125, less five blocks (0.90 of its peak)",
+        ("SDP, C = 0.125", "dense, two blocks"): "C = 0.125, less two blocks (0.81 of its state)",
     }
     figure, (losses, less) = new_figure(11, 4.4, 2)
     for row, (colour, line) in rows.items():
