@@ -65,7 +65,10 @@ class BlockRows:
     """
 
     def __init__(self, name: str, block: nn.Module, holders: Sequence[int], rows: Rows):
-        self._skipped, self._plain = PassThrough(name, copy.deepcopy(block)), _Plain(block)
+        skeleton = copy.deepcopy(block)
+        if hasattr(block.forward, "_torchdynamo_orig_callable"):
+            del skeleton.forward  # is compiled, with the weights of ``block``
+        self._skipped, self._plain = PassThrough(name, skeleton), _Plain(block)
         self._holders, self._rows = torch.tensor(holders), rows
         # By the number of arguments, then by the number of rows: the lengths of the arguments.
         self._lengths: dict[int, dict[int, list[int]]] = {}
