@@ -228,7 +228,8 @@ def draw_facts() -> None:
     losses = {name: {bits: mean(of) for bits, of in found.items()} for name, found in best.items() if len(found) > 1}
     figure, (axes, leads) = new_figure(11, 4.2, 2)
     kinds = {"sdp": ("SDP, int8 copies", SDP, "o"), "smaller": ("smaller dense, as many steps", GREY, "s"),
-             "longer": ("… as many operations", COLOURS[1], "^"), "dense": ("dense", "black", "D")}  # fmt: skip
+             "longer": ("… as many operations", COLOURS[1], "^"), "peak": ("dense, equal peak", COLOURS[2], "v"),
+             "dense": ("dense", "black", "D")}  # fmt: skip
     for kind, (label, colour, marker) in kinds.items():
         rows = [name for name in losses if kind == ("longer" if "longer" in name else name.split()[0].strip(","))]
         xs, ys = zip(*sorted((size[name.removesuffix(" longer")], losses[name][1.0]) for name in rows), strict=True)
@@ -237,12 +238,13 @@ def draw_facts() -> None:
     axes.legend(frameon=False)
     for capacity, colour in (("0.125", COLOURS[1]), ("0.25", SDP), ("0.5", GREY)):
         plain, longer = sorted(name for name in losses if name.startswith(f"smaller {capacity} "))
-        for other, line, label in ((plain, "o-", f"C = {capacity}"), (longer, "^--", None)):
+        (peak,) = (name for name in losses if name.startswith(f"peak {capacity} "))
+        for other, line, label in ((plain, "o-", f"C = {capacity}"), (longer, "^--", None), (peak, "v:", None)):
             ahead = {bits: losses[other][bits] - loss for bits, loss in losses[f"sdp {capacity}"].items()}
             leads.plot(*zip(*sorted(ahead.items()), strict=True), line, color=colour, label=label)
     leads.axhline(0, color="black", linewidth=0.8)
-    leads.set(xscale="log", xlabel="bits of facts for each parameter", title="SDP ahead of the smaller dense model")
-    leads.set(ylabel="nats (dashed: as many operations)")
+    leads.set(xscale="log", xlabel="bits of facts for each parameter", ylabel="nats")
+    leads.set(title="SDP ahead (dashed: equal operations, dotted: equal peak)")
     leads.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
     leads.minorticks_off()
     leads.legend(frameon=False)

@@ -1,4 +1,6 @@
-"""``python -m lab.facts OUT``: learn facts by heart, with SDP and with dense models of equal state.
+"""``python -m lab.facts OUT``: learn facts by heart, with SDP and dense models of equal memory.
+
+For each capacity, there are dense models of equal state, and of equal peak.
 
 All 16 groups compute in one process (lab.simulator), with 64 facts each in a step. Learning rates
 are chosen on seed 0, with facts of one bit for each parameter. If the best rate is at the edge of
@@ -201,6 +203,18 @@ def smaller(state: float, blocks: int) -> Shape:
     return shape
 
 
+def with_peak(results: Results, peak: float, blocks: int) -> Shape:
+    """Return the smallest dense model with this number of blocks and at least this ``peak``."""
+    low, high = 1, 256
+    while low < high:
+        middle = Row("sized", Shape(blocks, (low + high) // 2))
+        if results.bytes_of(middle)["peak"] < peak:
+            low = middle.shape.neurons + 1
+        else:
+            high = middle.shape.neurons
+    return Shape(blocks, low)
+
+
 def shorter(row: Row) -> Row:
     return replace(row, name=row.name.removesuffix(LONGER), steps=STEPS)
 
@@ -215,18 +229,23 @@ def operations(row: Row) -> float:
     return passes * row.shape.blocks * row.shape.neurons
 
 
+def best_of(results: Results, tried: Sequence[Row]) -> Row:
+    return min(tried, key=lambda row: results.loss(row, TUNED_AT, results.best_rate(row), 0))
+
+
 def rows(results: Results) -> list[Row]:
     """Return all rows. Of two shapes that a smaller model can have, the better one is a row."""
     found = [Row("dense", Shape())]
     found += [Row(f"dense, {dtype} moments", Shape(), state_dtype=dtype) for dtype in ("bfloat16", "int8")]
     for capacity in CAPACITIES:
         sdp = Row(f"sdp {capacity}", Shape(), capacity)
-        state = results.bytes_of(sdp)["state"]
-        shapes = [smaller(state, blocks) for blocks in (2, 4)]
-        tried = [Row(f"smaller {capacity} {shape.blocks}", shape) for shape in shapes]
-        best = min(tried, key=lambda row: results.loss(row, TUNED_AT, results.best_rate(row), 0))
+        size = results.bytes_of(sdp)
+        shapes = [smaller(size["state"], blocks) for blocks in (2, 4)]
+        best = best_of(results, [Row(f"smaller {capacity} {shape.blocks}", shape) for shape in shapes])
         steps = round(STEPS * operations(sdp) / operations(best))
-        found += [sdp, best, replace(best, name=best.name + LONGER, steps=steps)]
+        shapes = [with_peak(results, size["peak"], blocks) for blocks in (2, 4)]
+        peak = best_of(results, [Row(f"peak {capacity} {shape.blocks}", shape) for shape in shapes])
+        found += [sdp, best, replace(best, name=best.name + LONGER, steps=steps), peak]
     return found
 
 
