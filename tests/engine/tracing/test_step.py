@@ -98,17 +98,13 @@ def by_kind(collectives: Iterable[Collective]) -> dict[str, int]:
 CASES = {
     "sdp-only": (2, config_of()),
     "unequal-groups": (2, config_of(placement="balanced", capacity=[0.75, 0.5])),
-    "zero1-accumulated": (4, config_of(stage=1, accumulation=3)),
+    "zero1-accumulated": (4, config_of(stage=1, accumulation=2)),
     "zero2-accumulated": (3, config_of(1, stage=2, accumulation=4, model=LLAMA | {"vocab_size": 65})),
     "zero3-bf16": (4, config_of(stage=3, accumulation=2, bf16=True)),
     "zero3-backward-bf16": (4, config_of(stage=3, masking="backward", bf16=True)),
     "int8-copies": (4, config_of(stage=3, masking="backward", bf16=True, copies={"dtype": "int8"})),
-    "nf4-copies": (
-        2,
-        config_of(
-            masking="backward", checkpointing="full", copies={"dtype": "nf4"}, granularity="neuron", neuron_groups=4
-        ),
-    ),
+    "nf4-copies": (2, config_of(masking="backward", checkpointing="full", copies={"dtype": "nf4"},
+                                granularity="neuron", neuron_groups=2)),
     "recomputed": (2, config_of(checkpointing="full", accumulation=2)),
     "selective": (2, config_of(checkpointing="selective", masking="backward")),
     "tensor-parallel": (4, config_of(tp=2, checkpointing="selective", accumulation=3)),
@@ -117,10 +113,10 @@ CASES = {
     "dense-zero3": (2, config_of(1, stage=3)),
     "images": (2, config_of(model=RESNET)),
     "mostly-state": (2, config_of(1, stage=2, bf16=True, model=RESNET | {"width": 48})),
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["llama_134m", "llama_8b_hybrid"])
+@pytest.mark.parametrize("name", [pytest.param("llama_134m", marks=pytest.mark.slow), "llama_8b_hybrid"])
 def test_messages_of_int8_copies_are_small(name: str) -> None:
     """At most 0.30 of those in float32, and 0.55 of those in bfloat16."""
     config = json.loads((Path(__file__).parents[3] / "configs" / f"{name}.json").read_text())
@@ -163,12 +159,13 @@ def test_a_traced_step_is_a_real_ranks(ranks: RankPool, name: str) -> None:
                 assert by_kind(messages.of_step(rank, first, plan.collectives)) == counted, f"rank {rank}"
 
 
+_two, _three = (partial(config_of, model=LLAMA | {"num_hidden_layers": layers}) for layers in (2, 3))
 LOCAL = {
-    "int8": (4, config_of(4, placement="cyclic", sync={"every": 4, "fragments": 2, "compression": "int8"})),
-    "sharded": (4, config_of(stage=2, masking="backward", sync={"every": 2, "overlap": 1, "compression": "bf16"})),
-    "replicas": (4, config_of(granularity="neuron", neuron_groups=4, accumulation=3, sync={"every": 2})),
-    "paths": (4, config_of(4, capacity=1.0, sync={"every": 2}, paths={"count": 2, "own": ["model.layers.[1-2]"]})),
-    "muon": (4, config_of(stage=1, accumulation=3, optimizer="Muon", sync={"every": 2})),
+    "int8": (4, _two(4, placement="cyclic", sync={"every": 2, "fragments": 2, "compression": "int8"})),
+    "sharded": (4, _two(stage=2, masking="backward", sync={"every": 2, "overlap": 1, "compression": "bf16"})),
+    "replicas": (4, _two(granularity="neuron", neuron_groups=4, accumulation=2, sync={"every": 2})),
+    "paths": (4, _three(4, capacity=1.0, sync={"every": 2}, paths={"count": 2, "own": ["model.layers.1"]})),
+    "muon": (4, _two(stage=1, accumulation=2, optimizer="Muon", sync={"every": 2})),
 }
 
 
@@ -249,10 +246,10 @@ def test_what_is_left_out_of_a_deep_model_is_exactly_what_one_more_block_adds(
 
 
 def test_a_model_without_a_long_pattern_is_traced_completely_once() -> None:
-    held = {f"model.layers.{i}": [int(i // 10 % 2)] for i in range(30)}
-    model = LLAMA | {"num_hidden_layers": 30}
+    held = {f"model.layers.{i}": [int(i // 9 % 2)] for i in range(18)}
+    model = LLAMA | {"num_hidden_layers": 18}
     config = config_of(masking="backward", placement=held, model=model)
-    assert traced(config, 2).traced_blocks == 30
+    assert traced(config, 2).traced_blocks == 18
 
 
 class _Repeated(nn.Module):
