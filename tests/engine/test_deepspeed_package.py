@@ -115,8 +115,11 @@ def _train_plainly(world: int) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-@pytest.mark.parametrize("first", ["ours", "theirs"])
-@pytest.mark.parametrize(("engine_name", "stage"), [("fsdp2", 2), ("deepspeed", 1), ("deepspeed", 2), ("deepspeed", 3)])
+@pytest.mark.parametrize(("engine_name", "stage", "first"), [
+    ("fsdp2", 2, "ours"), ("fsdp2", 2, "theirs"), ("deepspeed", 1, "ours"), ("deepspeed", 2, "theirs"),
+    ("deepspeed", 3, "ours"), ("deepspeed", 3, "theirs"),
+    *(pytest.param("deepspeed", *more, marks=pytest.mark.slow) for more in ((1, "theirs"), (2, "ours")))
+])  # fmt: skip
 def test_another_model_under_deepspeed_itself_trains_as_with_torch(
     ranks: RankPool, engine_name: str, stage: int, first: str
 ) -> None:

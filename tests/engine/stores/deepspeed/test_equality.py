@@ -47,8 +47,8 @@ COVER = [
     Case(2, 2, 3, 3, clip=True, optimizer="adamw", neurons=2, masking="backward", model="even-llama"),
     Case(2, 2, stage=2, neurons=2, model="even-llama", masking="backward"),
     Case(2, 2, stage=3, model="llama-meta", masking="backward"),
-    Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", accumulation=3),
-    Case(2, 2, stage=3, model="llama-tied-meta", masking="backward", placement="contiguous"),
+    Case(2, 2, stage=3, neurons=2, model="even-llama-tied-meta", accumulation=2),
+    Case(2, 2, stage=3, model="llama-meta", masking="backward", placement="contiguous"),
 ]
 
 
