@@ -210,7 +210,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the profiler's re
         (1, False, 3, "forward"),
         (2, False, 2, "forward"),
         (3, False, 2, "forward"),
-        (3, True, 1, "forward"),
+        pytest.param(3, True, 1, "forward", marks=pytest.mark.slow),
         (0, False, 1, "backward"),
         (3, True, 1, "backward"),
     ],

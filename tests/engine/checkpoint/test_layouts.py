@@ -18,7 +18,7 @@ from sdp.tests.support.checkpoints import (
 from sdp.tests.support.ranks import RankPool
 
 TARGETS = [
-    SOURCE,
+    pytest.param(SOURCE, marks=pytest.mark.slow),
     pytest.param(Case(4, 2, stage=3, optimizer="adamw", placement="mixed"), marks=pytest.mark.slow),
     Case(1, 4, stage=2, optimizer="adamw", placement="full"),
 ]
@@ -65,7 +65,7 @@ def test_large_tensors_are_written_in_pieces_and_read_as_wholes(ranks: RankPool,
     chunks = [(chunk, entry.properties.dtype.itemsize) for entry in tensors.values() for chunk in entry.chunks]  # type: ignore[union-attr]
     assert all(chunk.sizes.numel() * itemsize <= limit or chunk.sizes[0] == 1 for chunk, itemsize in chunks)
     assert len(chunks) > 2 * len(tensors)
-    loaded = ranks.run(load_case, Case(4, 1, optimizer="adamw"), str(tmp_path), world=4)
+    loaded = ranks.run(load_case, Case(2, 1, optimizer="adamw"), str(tmp_path), world=2)
     assert_loaded(loaded, saved[0][0], merge_moments(saved))
 
 
@@ -76,7 +76,7 @@ def test_tensor_parallel_parts_become_wholes_and_back(ranks: RankPool, source: C
     """Weights and moments stay exact, also where they are sharded further."""
     answers = ranks.run(train_and_save, source, str(tmp_path), world=source.world)
     weights, moments = answers[0][0], merge_moments(answers)
-    for groups, fsdp, tp, stage in [(2, 1, 1, 0), (2, 1, 2, 0), (1, 2, 2, 3), (1, 4, 1, 2)]:
+    for groups, fsdp, tp, stage in [(2, 1, 1, 0), (1, 1, 2, 0), (1, 2, 2, 3), (1, 2, 1, 2)]:
         placement = "cyclic" if groups > 1 else "full"
         target = Case(groups, fsdp, stage, optimizer="adamw", model=source.model, placement=placement, tp=tp)
         assert_loaded(ranks.run(load_case, target, str(tmp_path), world=target.world), weights, moments)

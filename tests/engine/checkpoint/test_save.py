@@ -40,7 +40,7 @@ def test_multiples_are_kept_besides_the_newest(small: Path) -> None:
 def _save_in_the_background(case: Case, folder: str) -> Any:
     """Train on while step 2 is written; return the weights and moments of step 2."""
     engine = engine_of(case)
-    for step in range(4):
+    for step in range(4 if case.tp == 1 else 3):
         one_step(engine, case, step, data_rank=data_rank_of(case))
         engine.step()
         if step == 1:

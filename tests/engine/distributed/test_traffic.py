@@ -18,11 +18,10 @@ from sdp.tests.support.ranks import RankPool
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_tensor_parallel_bytes_by_hand(ranks: RankPool, checkpointing: Any) -> None:
     """Hidden states are gathered before attention, feed-forward and head, and scattered after
-    attention, feed-forward and embedding;
-    backward does the converse of each. Recomputation ends with the last activation that backward
-    needs: one scatter fewer.
+    attention, feed-forward and embedding; backward does the converse of each. Recomputation ends
+    with the last activation that backward needs: one scatter fewer.
     """
-    case = Case(2, 1, 0, 3, model="even-llama", tp=2, checkpointing=checkpointing)
+    case = Case(2, 1, 0, 2, model="even-llama", tp=2, checkpointing=checkpointing)
     tokens = 2 * models.TOKENS
     hidden = 4 * 12 * tokens
     for rank, result in enumerate(native(ranks, case)):
@@ -34,9 +33,9 @@ def test_tensor_parallel_bytes_by_hand(ranks: RankPool, checkpointing: Any) -> N
                 kind.split("/")[1]: nbytes for kind, nbytes in counted.items() if kind.startswith("tensor parallel")
             }
             assert sent == {
-                "all_gather": 3 * gathers * hidden // 2,
-                "reduce_scatter": 3 * scatters * hidden // 2,
-                "all_reduce": 3 * 4 * (2 * tokens + 1),  # a maximum and a sum for each token, and the loss
+                "all_gather": case.accumulation * gathers * hidden // 2,
+                "reduce_scatter": case.accumulation * scatters * hidden // 2,
+                "all_reduce": case.accumulation * 4 * (2 * tokens + 1),  # a maximum and a sum a token, and the loss
             }, f"rank {rank}"
 
 
@@ -144,9 +143,7 @@ def test_a_ring_passes_on_to_all_but_the_last() -> None:
 
 
 def test_bytes_inside_groups_by_hand(ranks: RankPool) -> None:
-    """One group of four ranks: all shards are sent padded to the first one's rows, 13 rows as 4 ×
-    4.
-    """
+    """One group of four ranks: all shards are padded to the first one's rows, 13 rows as 4 × 4."""
     padded = sum(-(-p.shape[0] // 4) * 4 * p[0].numel() for p in models.mlp().parameters()) * 4
     result = native(ranks, Case(1, 4, 3, 3, placement="full"))[3]
     assert result.traffic[0] == {

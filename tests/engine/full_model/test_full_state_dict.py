@@ -21,8 +21,8 @@ def _states(case: Case) -> list[Any]:
     "case",
     [
         Case(4, 1, placement="profile", model="llama-tied"),
-        Case(2, 2, 3, model="even-llama", tp=2),
-        Case(4, 1, placement="cyclic", model="even-llama-tied", tp=2),
+        Case(1, 2, 3, placement="full", model="even-llama", tp=2),
+        Case(2, 1, placement="cyclic", model="even-llama-tied", tp=2),
     ],
     ids=str,
 )
@@ -133,8 +133,10 @@ def _by_hand(kind: str) -> tuple[dict[str, torch.Tensor], list[float]]:
     return models.cpu_state(model), norms
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("kind", ["groups", "some", "instance", "callable"])
+@pytest.mark.parametrize(("kind", "stage"), [
+    *((kind, stage) for kind in ("groups", "some", "instance") for stage in (0, 3)), ("callable", 0),
+    pytest.param("callable", 3, marks=pytest.mark.slow)
+])  # fmt: skip
 def test_parameters_optimizers_and_schedules_of_the_user(ranks: RankPool, kind: str, stage: int) -> None:
     weights, norms = _by_hand(kind)
     results = ranks.run(_with, kind, stage, world=4)

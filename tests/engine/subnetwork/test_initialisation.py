@@ -25,7 +25,7 @@ def _state(case: Case) -> object:
 LAYOUTS = [  # others: the table of equality compares the start of each run bit for bit
     Case(2, 1, model="mlp-meta"),
     Case(2, 2, 3, model="llama-meta"),
-    Case(4, 2, 1, placement="profile", model="llama-tied-meta"),
+    Case(2, 2, 1, placement="profile", model="llama-tied-meta"),
     Case(4, 1, placement="cyclic", bf16=True, model="llama-meta"),
     Case(1, 4, 2, placement="full", model="mlp-meta"),
 ]

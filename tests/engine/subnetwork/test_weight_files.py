@@ -60,7 +60,7 @@ def _start(case: Case, folder: str) -> tuple[Any, float, int, int]:
         Case(2, 2, stage=3, placement="profile", model="llama-tied-meta"),
         Case(2, 2, stage=0, placement="profile", model="llama-meta"),
         Case(2, 1, stage=0, placement="profile", model="even-llama-tied-meta", tp=2),
-        Case(2, 2, stage=3, placement="profile", model="even-llama-meta", tp=2),
+        Case(1, 2, stage=3, placement="full", model="even-llama-meta", tp=2),
     ],
     ids=str,
 )
