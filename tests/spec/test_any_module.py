@@ -107,8 +107,9 @@ def _train(kind: str, case: Case, units: str) -> Trained:
     [
         ("encoder", Case(2, 1), "explicit"),
         *((kind, Case(2, 2, 3), "explicit") for kind in ("peeking", "mixtral")),
-        ("llama", Case(2, 2, 3), "patterns"),
-        *((kind, Case(2, 2, 3, masking="backward"), "patterns") for kind in ("gpt2", "vit")),
+        pytest.param("llama", Case(2, 2, 3), "patterns", marks=pytest.mark.slow),
+        pytest.param("gpt2", Case(2, 2, 3, masking="backward"), "patterns", marks=pytest.mark.slow),
+        ("vit", Case(2, 2, 3, masking="backward"), "patterns"),
         ("llama", Case(2, 1, checkpointing="selective"), "auto"),  # would fill a cache of keys and values twice
         ("gpt2", Case(2, 1, checkpointing="full", masking="backward"), "auto"),
     ],

@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -76,13 +76,14 @@ def pairwise_cover(factors: dict[str, Sequence[Any]]) -> list[Case]:
     return cover
 
 
-def mostly_slow(cases: Sequence[Case]) -> list[Any]:
+def mostly_slow(cases: Sequence[Case], elsewhere: Collection[tuple[str, str]] = ()) -> list[Any]:
     """Mark cases as slow, except for a few that have each value of each factor at least once.
 
-    Cases with few ranks are preferred, because they take less time.
+    Cases with few ranks are preferred, because they take less time. Other tests have the values of
+    ``elsewhere``.
     """
     values_of = {case: {(each.name, str(getattr(case, each.name))) for each in fields(case)} for case in cases}
-    missing, kept = set().union(*values_of.values()), set()
+    missing, kept = set().union(*values_of.values()) - set(elsewhere), set()
     while missing:
         best = max(values_of, key=lambda case: len(values_of[case] & missing) / case.world)
         kept.add(best)

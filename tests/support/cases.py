@@ -285,6 +285,21 @@ def train(case: Case, engine_name: str = "fsdp2", **sections: Any) -> Result:
     return result
 
 
+def train_in_pieces(case: Case, least: int) -> tuple[Result, float]:
+    """The run with buckets of ``least`` bytes or more, and how many reductions a step starts."""
+    started, all_reduce = 0, dist.all_reduce
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal started
+        started += bool(kwargs.get("async_op"))
+        return all_reduce(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sdp.engine.placement.placement.LEAST_BYTES", least)
+        patch.setattr(dist, "all_reduce", counted)
+        return train(case), started / case.steps
+
+
 def oracle_of(case: Case, **arguments: Any) -> Oracle:
     """Make the oracle of a case. ``arguments`` replace those that the case gives."""
     return oracle_for(models.build(case.model), case.config(), case.data_ranks, **arguments)
