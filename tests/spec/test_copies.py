@@ -45,9 +45,9 @@ CASES = [
     (Case(2, 2, 1, model="resnet-meta", copies=BOTH, **BACKWARD), "fsdp2"),
     (Case(4, 1, 0, copies=OLD, placement="profile", **BACKWARD), "fsdp2"),
     (Case(4, 1, 1, model="llama-tied-meta", copies=INT8, placement="contiguous", **BACKWARD), "fsdp2"),
-    (Case(2, 2, 1, copies=INT8, **BACKWARD), "deepspeed"),
+    (Case(2, 2, 1, 2, copies=INT8, **BACKWARD), "deepspeed"),
     (Case(2, 2, 2, model="llama", copies=INT8, bf16=True, **BACKWARD), "deepspeed"),
-    (Case(2, 2, 3, neurons=2, model="even-llama", copies=INT8, accumulation=2, clip=True, **BACKWARD), "deepspeed"),
+    (Case(2, 2, 3, neurons=2, model="even-llama", copies=INT8, clip=True, **BACKWARD), "deepspeed"),
     (Case(2, 2, 3, model="llama-meta", copies=NF4, **BACKWARD), "deepspeed"),
 ]
 CASES = [(case if case.copies in (OLD, BOTH) else replace(case, steps=2), engine) for case, engine in CASES]
@@ -86,10 +86,9 @@ Moment = dict[str, Any]
 
 def _moments(case: Case, engine_name: str) -> list[Moment]:
     """Before each step, and after the last: the full model, and the copies of this rank. After each
-    step: loss and norm.
+    step: loss and norm. An evaluation after the first step changes nothing in those that follow.
     """
     engine, moments = engine_of(case, engine_name), []
-    held_out = models.micro_batch(case.model, 90, 0, data_rank_of(case))
     for step in range(case.steps + 1):
         copies = {name: _whole(engine, p) for name, p in engine.frozen_here.items()}
         moment: Moment = {"full": engine.full_state_dict(), "copies": copies}
@@ -99,7 +98,8 @@ def _moments(case: Case, engine_name: str) -> list[Moment]:
         moment["loss"] = one_step(engine, case, step, data_rank=data_rank_of(case))
         engine.step()
         moment["norm"] = engine.get_global_grad_norm()
-        moment["evaluated"] = engine.evaluate([held_out])
+        if step == 0:
+            moment["evaluated"] = engine.evaluate([models.micro_batch(case.model, 90, 0, data_rank_of(case))])
         moment["state"] = engine.measured_state_bytes().to_json(), engine.predicted_state_bytes().to_json()
     return moments
 
@@ -147,8 +147,9 @@ def test_a_step_equals_the_oracles(ranks: RankPool, case: Case, engine: str) -> 
         for answer in answers:
             measured, predicted = answer[step]["state"]
             assert measured == predicted
-        held_out = [models.micro_batch(case.model, 90, 0, rank) for rank in range(case.data_ranks)]
-        assert answers[0][step]["evaluated"] == pytest.approx(mean_loss(groups, held_out), rel=10 * tolerance)
+        if step == 0:
+            held_out = [models.micro_batch(case.model, 90, 0, rank) for rank in range(case.data_ranks)]
+            assert answers[0][step]["evaluated"] == pytest.approx(mean_loss(groups, held_out), rel=10 * tolerance)
 
 
 def _compare_copies(case: Case, groups: Any, found: list[dict[str, torch.Tensor]]) -> None:
@@ -180,7 +181,7 @@ def _compare_copies(case: Case, groups: Any, found: list[dict[str, torch.Tensor]
 
 # -- local steps, resumes, and weights without a scale ---------------------------------------------
 
-LOCAL = Case(2, 2, 3, model="llama-meta", sync='{"every": 2, "fragments": 2}', copies=INT8, steps=4, **BACKWARD)
+LOCAL = Case(2, 2, 3, model="mlp-meta", sync='{"every": 2, "fragments": 2}', copies=INT8, steps=4, **BACKWARD)
 
 
 def test_copies_of_a_fragment_are_those_of_its_anchors(ranks: RankPool) -> None:
@@ -213,13 +214,13 @@ def test_a_round_of_local_steps_equals_the_oracles(ranks: RankPool, kind: str) -
     [
         (Case(2, 1, optimizer="adamw", copies=OLD, **BACKWARD), "fsdp2"),
         (Case(2, 1, 0, optimizer="adamw", model="even-llama", neurons=2, masking=TO_BACKWARD, copies=NF4), "fsdp2"),
-        (Case(2, 2, 3, optimizer="adamw", model="llama-meta", copies=NF4, sync='{"every": 3}', **BACKWARD), "fsdp2"),
-        (Case(2, 2, 3, optimizer="adamw", model="llama-meta", copies=INT8, **BACKWARD), "deepspeed"),
+        (Case(2, 2, 3, optimizer="adamw", model="mlp-meta", copies=NF4, sync='{"every": 3}', **BACKWARD), "fsdp2"),
+        (Case(2, 2, 3, optimizer="adamw", model="mlp-meta", copies=INT8, **BACKWARD), "deepspeed"),
     ],
     ids=str,
 )
 def test_a_resume_equals_the_undisturbed_run(ranks: RankPool, case: Case, engine: str, tmp_path: Path) -> None:
-    every = 2 if case.copies == OLD else 1  # between two refreshes it does not
+    every = 1 if case.masking == TO_BACKWARD else 2  # at a refresh, as between two it differs, and amid a round
     assert_equal_runs(ranks.run(resumed, case, str(tmp_path), engine, every, world=case.world))
 
 

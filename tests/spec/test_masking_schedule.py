@@ -87,7 +87,7 @@ def test_a_phase_of_forward_masking_has_no_copies(ranks: RankPool, case: Case) -
 @pytest.mark.parametrize(
     "case",
     [
-        Case(2, 2, 3, optimizer="adamw", model="llama-tied-meta", masking=TO_BACKWARD),
+        Case(2, 2, 3, optimizer="adamw", model="mlp-meta", masking=TO_BACKWARD),
         pytest.param(Case(2, 1, 0, 2, optimizer="adamw", model="even-llama", neurons=2, masking=TO_BACKWARD),
             marks=pytest.mark.slow),
         pytest.param(Case(2, 1, 0, optimizer="momentum", model="dropped", masking=TO_BACKWARD),
@@ -115,7 +115,7 @@ def _exchanged(case: Case, folder: str) -> tuple[list[float], list[float], list[
 
 
 def test_checkpoints_of_schedules_and_of_constant_maskings_are_the_same(ranks: RankPool, tmp_path: Path) -> None:
-    case = Case(2, 2, 3, optimizer="adamw", model="llama-tied-meta", masking=TO_BACKWARD)
+    case = Case(2, 2, 3, optimizer="adamw", model="mlp-meta", masking=TO_BACKWARD)
     for scheduled, from_forward, backward in ranks.run(_exchanged, case, str(tmp_path), world=case.world):
         assert from_forward == scheduled
         assert backward == scheduled

@@ -167,8 +167,8 @@ def resumed(case: Case, folder: str, name: str = "fsdp2", every: int = 1) -> tup
     end = engine.full_state_dict()
     for start in starts:
         other = make_engine(case, name)
-        if start % 2 or len(starts) == 1:  # it was in the last phase before
-            _trained(other, case, range(steps - 1))
+        if start % 2 or len(starts) == 1:  # it has other weights, and was in the last phase or averaged a round
+            _trained(other, case, range(1, steps if steps == SCHEDULED_STEPS else 2))
         other.load_checkpoint(folder, tag=f"before-{start + 1}")
         expected.append((losses[start:], end))
         found.append((losses_of(other, case, range(start, steps)), other.full_state_dict()))
