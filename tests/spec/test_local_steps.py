@@ -50,7 +50,7 @@ BATCH_NORM = Case(
 COMPRESSED = [
     Case(4, 1, steps=4, sync='{"every": 2, "compression": "int8"}', optimizer="adamw"),
     Case(2, 2, 3, steps=4, sync='{"every": 2, "compression": "bf16"}', model="llama-meta"),
-    Case(2, 2, 1, neurons=2, steps=4, sync='{"every": 2, "compression": "int8"}', model="even-llama"),
+    Case(2, 1, neurons=2, steps=4, sync='{"every": 2, "compression": "int8"}', model="even-llama"),
 ]
 
 
@@ -233,7 +233,7 @@ def test_the_oracle_equals_a_loop(case: Case) -> None:
 
 
 def test_one_group_with_plain_averages_trains_as_usual(ranks: RankPool) -> None:
-    usual = Case(1, 2, 1, 2, steps=5, optimizer="adamw", clip=True, model="llama-tied-meta")
+    usual = Case(1, 2, 1, 2, steps=5, optimizer="adamw", clip=True, model="mlp-meta")
     local = replace(usual, sync=f'{{"every": 2, "outer_optimizer": {PLAIN}}}')
     # The full model is that of the last average, after step 4.
     expected = replace(oracle(usual), after=oracle(replace(usual, steps=4)).after)

@@ -93,14 +93,8 @@ def test_ranks_equal_the_oracle(ranks: RankPool, case: Case, by_labels: bool) ->
     assert_as_the_oracle(case, runs, by_labels=by_labels)
 
 
-@pytest.mark.parametrize("by_labels", [False, True], ids=["given", "tokens"])
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case(2, 2, 1, 3, model="llama", masking="backward", optimizer="adamw"),
-        Case(2, 2, 3, 2, model="llama-meta", clip=True),
-    ],
-    ids=str,
+    ("case", "by_labels"), [*OTHERS[1:3], *(pytest.param(*row, marks=pytest.mark.slow) for row in ROWS[1:3])], ids=str
 )
 def test_deepspeed_equals_the_oracle(ranks: RankPool, case: Case, by_labels: bool) -> None:
     pytest.importorskip("deepspeed")
