@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("traced_once")
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
-    "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
+    "model": {"name": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
               "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8},
     "data": {"sequence_length": 8, "tokenizer": "bytes"},
     "training": {"steps": 100},
@@ -66,8 +66,8 @@ def test_the_smaller_dense_model_has_the_state_of_a_group() -> None:
     small, full = rows["smaller dense"], rows["DDP"]["parameters"]
     assert rows["SDP, forward"]["parameters"] == full > small["parameters"]
     assert (small["groups"], small["ranks_of_group"]) == (2, 2)
-    layer = (full - small["parameters"]) // 2
-    assert small["parameters"] == full - 2 * layer, "two of four layers, as a group holds at capacity 0.5"
+    layer = 4 * 32 * 32 + 3 * 32 * 64 + 2 * 32
+    assert small["parameters"] == full - layer, "one of two layers, as a group holds at capacity 0.5"
 
 
 def test_the_table_says_what_fits_and_nothing_of_losses(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

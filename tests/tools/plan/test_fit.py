@@ -132,12 +132,12 @@ def test_what_is_learned_stays(config: Path, capsys: pytest.CaptureFixture[str])
     enough = ["--device-memory", "80GB", "--fit"]
     for words, samples in (
         ([], 2 * 4 * 2),
-        (["--world", 16], 2 * 4 * 16),
         (["--set", "train_batch_size=48", "gradient_accumulation_steps=null"], 48),
     ):
         found = planned(capsys, config, *words, *enough)
         assert found["world"] == 2
         assert found["plan"]["batch"] == {"train": samples, "micro": 2, "accumulation": samples // 4}
+    assert stated_step(load_config(CONFIG), 16) == (2 * 4 * 16, 2)
     stated = load_config(config, ["tensor_parallel.autotp_size=2"])
     assert stated_step(stated, 16) == (2 * 4 * 8, 2)  # tensor-parallel ranks read the same
     assert stated_step(stated, 2) == (2 * 4 * 2, 2)  # fewer than its grid: of the smallest
@@ -157,7 +157,7 @@ def test_samples_are_shared_equally() -> None:
 def test_a_smaller_micro_batch_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "images.json"
     model = {"name": "resnet18", "stem": "cifar", "width": 8}
-    sdp = {"groups": 2, "granularity": "neuron", "neuron_groups": 4, "capacity": 0.5}
+    sdp = {"groups": 2, "capacity": 0.5}
     path.write_text(
         json.dumps({"train_micro_batch_size_per_gpu": 6, "sdp": sdp, "model": model, "data": {"name": "digits"}})
     )

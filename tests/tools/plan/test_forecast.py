@@ -141,7 +141,7 @@ def test_tensor_parallel_ranks_on_two_nodes(tmp_path: Path, capsys: pytest.Captu
         pytest.param(8, {"groups": 2, "masking": "backward",
             "placement": {f"model.layers.{i}": [int(i >= 4)] for i in range(8)}}, marks=pytest.mark.slow),
         pytest.param(12, {"groups": 4, "masking": "backward", "capacity": 0.4}, marks=pytest.mark.slow),
-        (4, {"groups": 4, "granularity": "neuron", "neuron_groups": 4, "placement": "random", "profile": "uniform",
+        (2, {"groups": 4, "granularity": "neuron", "neuron_groups": 4, "placement": "random", "profile": "uniform",
             "seed": 7}),
     ],
     ids=["early-and-late-blocks", "depth", "slices-of-one-layer"],

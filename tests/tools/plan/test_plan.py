@@ -10,11 +10,12 @@ import pytest
 import torch
 from sdp.engine.accounting.quantities import format_bytes
 from sdp.engine.config.load import load_config
+from sdp.engine.distributed.mesh import mesh_of
 from sdp.engine.errors import ConfigError
 from sdp.tests.support.foreign.given_models import add_tokenizer, make
 from sdp.tools.cli import main
 from sdp.tools.plan.machine import Machine, fill_nodes
-from sdp.tools.plan.ways import compare
+from sdp.tools.plan.ways import compare, dense_ways
 from sdp.tools.shared.quantities import quantity
 
 pytestmark = pytest.mark.usefixtures("traced_once")
@@ -121,12 +122,14 @@ def test_hosts_without_ranks_do_not_count(config: Path, tmp_path: Path, capsys: 
     """
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{name} slots=4\n" for name in "abcd"))
-    report = planned(capsys, config, "--hostfile", hosts, "--world", 8, "--compare")
-    assert report["machine"]["slots"] == [4, 4]
-    assert (report["rows"]["HSDP"]["groups"], report["rows"]["HSDP"]["ranks_of_group"]) == (2, 4)
-    report = planned(capsys, config, "--hostfile", hosts, "--world", 4, "--compare")
-    assert report["machine"]["slots"] == [4]
-    assert report["notes"][0] == "HSDP: on one node it is FSDP"
+    found = {}
+    for world, slots in ((8, [4, 4]), (4, [4])):
+        assert planned(capsys, config, "--hostfile", hosts, "--world", world)["machine"]["slots"] == slots
+        found[world] = dense_ways(load_config(CONFIG), Machine(tuple(slots), 1e15, 0.4, 1e11, 1e10), world)
+    hsdp = mesh_of(found[8][0]["HSDP"], 8)
+    assert (hsdp.sdp, hsdp.fsdp) == (2, 4)
+    assert "HSDP" not in found[4][0]
+    assert found[4][1] == ["HSDP: on one node it is FSDP"]
 
 
 def test_it_fits_or_it_does_not(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,19 +218,12 @@ def test_slots_are_filled_in_their_order() -> None:
     assert fill_nodes((3, 6, 2), 2) == (2,)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--world", 8, "--gpus-per-node", 1],
-        ["--world", 8, "--gpus-per-node", 4, "--set", "tensor_parallel.autotp_size=4"],
-    ],
-)
-def test_hsdp_that_shards_nothing_is_left_out(
-    config: Path, capsys: pytest.CaptureFixture[str], words: list[object]
-) -> None:
-    report = planned(capsys, config, *words, "--compare")
-    assert list(report["rows"])[:3] == ["DDP", "FSDP (ZeRO-3)", "ZeRO-2"]
-    assert report["notes"][0] == "HSDP: no two ranks of a node could share the state, so it is DDP"
+@pytest.mark.parametrize(("slots", "tp"), [((1,) * 8, 1), ((4, 4), 4)])
+def test_hsdp_that_shards_nothing_is_left_out(slots: tuple[int, ...], tp: int) -> None:
+    config = load_config(CONFIG, [f"tensor_parallel.autotp_size={tp}"])
+    ways, notes = dense_ways(config, Machine(slots, 1e15, 0.4, 1e11, 1e10), 8)
+    assert list(ways) == ["DDP", "FSDP (ZeRO-3)", "ZeRO-2"]
+    assert notes == ["HSDP: no two ranks of a node could share the state, so it is DDP"]
 
 
 @pytest.mark.slow
