@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from sdp.data.prepare import prepare
-from sdp.tests.support.small_runs import read_losses, run_sdp, write_config
+from sdp.tests.support.small_runs import read_losses, write_config
 from sdp.tools.cli import main
 from sdp.tools.runs.dataset import Corpus
 from sdp.tools.train import rank
@@ -29,11 +29,10 @@ def test_a_document_mask_changes_the_loss(config, short_documents: Path, tmp_pat
     config["data"] = {"path": str(short_documents), "document_mask": True, "sequence_length": 64}
     config["model"]["max_position_embeddings"] = 64
     config["training"] |= {"steps": 2, "evaluate_every": 2, "evaluate_batches": 1, "save_every": 0}
-    config |= {"train_batch_size": 4}
+    config |= {"train_batch_size": 4, "sdp": {"groups": 1}}
     run = ["train", str(write_config(config, tmp_path)), "--dump-dir"]
     for name, mask in (("masked", "true"), ("plain", "false")):
-        finished = run_sdp(*run, tmp_path / name, "--set", f"data.document_mask={mask}")
-        assert finished.returncode == 0, finished.stderr
+        assert main([*run, str(tmp_path / name), "--set", f"data.document_mask={mask}"]) == 0
     assert read_losses(tmp_path / "plain")[0] != pytest.approx(read_losses(tmp_path / "masked")[0], rel=1e-5)
 
 

@@ -60,16 +60,20 @@ def last_evaluation(run: Path) -> dict[str, Any]:
 
 def test_paths_read_their_clusters_and_resume_exactly(routed: dict[str, Any], tmp_path: Path) -> None:
     path = write_config(routed, tmp_path)
-    for name, *words in (("whole",), ("halves", "--set", "training.steps=3"), ("halves", "--resume")):
-        finished = run_sdp("train", path, "--dump-dir", tmp_path / name, *words)
-        assert finished.returncode == 0, finished.stderr
+    whole = run_sdp("train", path, "--dump-dir", tmp_path / "whole")
+    assert whole.returncode == 0, whole.stderr
+    shutil.copytree(tmp_path / "whole", tmp_path / "halves")
+    shutil.rmtree(tmp_path / "halves/checkpoints/step-6")
+    resumed = run_sdp("train", path, "--dump-dir", tmp_path / "halves", "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"resumed from {tmp_path / 'halves/checkpoints/step-3'}" in resumed.stderr
     assert read_losses(tmp_path / "halves") == read_losses(tmp_path / "whole")
     last = last_evaluation(tmp_path / "whole")
     assert last == last_evaluation(tmp_path / "halves") | {"seconds": last["seconds"]}
     assert len(last["single_path_losses"]) == len(last["subnetwork_losses"]) == 2
     assert min(last["single_path_losses"]) > last["loss"]  # the two kinds have nothing in common
     assert last["loss_after_prefix"] != last["loss"]
-    assert f"step {last['step']}: held-out loss {last['loss']:.4f} (routed)" in finished.stderr
+    assert f"step {last['step']}: held-out loss {last['loss']:.4f} (routed)" in resumed.stderr
     report = run_sdp("report", tmp_path / "whole")
     assert report.returncode == 0, report.stderr
     shown = {"  routed, after  ": last["loss"], "  routed, after, without prefixes ": last["loss_after_prefix"]}
@@ -114,6 +118,7 @@ def test_paths_read_one_source_each_until_one_has_no_more(
     sources = [folders["digits"], folders["words"]]
     routed["data"] = {"sources": [{"path": str(path), "weight": 1} for path in sources], "sequence_length": 32}
     routed["training"] |= {"steps": 1000, "evaluate_every": 0, "save_every": 0}
+    routed |= {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8}
     routed["sdp"]["paths"]["on_short"] = "end"
     finished = run_sdp("train", write_config(routed, tmp_path), "--dump-dir", tmp_path / "run")
     assert finished.returncode == 0, finished.stderr
