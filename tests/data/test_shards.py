@@ -14,6 +14,7 @@ from sdp.data.prepare import ShardWriter
 from sdp.data.shards import TokenDataset
 from sdp.data.tokenizers import load_tokenizer
 from sdp.engine.errors import DataError
+from sdp.tests.support.forks.server import fork_context
 from torch.utils.data import DataLoader
 
 END = 256
@@ -74,12 +75,12 @@ def test_samples_span_shards(tmp_path, tokens, length, vocab_size, dtype):
     dataset.verify()
 
 
-def test_spawned_workers_read_the_same(tmp_path, tokens):
+def test_workers_that_unpickle_the_data_read_the_same(tmp_path, tokens):
     write(tmp_path, tokens)
     dataset = TokenDataset(tmp_path, "train", 4)
     first = dataset[0]["input_ids"]
     assert len(pickle.dumps(dataset)) < 5_000
-    loader = DataLoader(dataset, batch_size=3, num_workers=1, multiprocessing_context="spawn")
+    loader = DataLoader(dataset, batch_size=3, num_workers=1, multiprocessing_context=fork_context())
     batches = list(loader)
     assert torch.equal(batches[0]["input_ids"][0], first)
     assert [tuple(batch["labels"].shape) for batch in batches] == [(3, 4)] * 3

@@ -49,7 +49,7 @@ sys.exit(start_local({argv!r}, {processes}, logs, **options))
 
 class Job:
     def __init__(
-        self, folder: Path, body: str, processes: int = 3, grace: float = 5.0, restarts: int = 0, **options
+        self, folder: Path, body: str, processes: int = 2, grace: float = 5.0, restarts: int = 0, **options
     ) -> None:
         self.notes, self.logs, self.processes = folder / "notes", folder / "logs", processes
         self.notes.mkdir()
@@ -83,7 +83,7 @@ def test_all_ranks_end_well(tmp_path: Path) -> None:
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
 print(*sys.argv[1:], *(os.environ[name] for name in names), os.environ["MALLOC_ARENA_MAX"], os.getpgrp() == os.getpid())
 """
-    code, out, err = Job(tmp_path, body).end()
+    code, out, err = Job(tmp_path, body, processes=3).end()
     assert code == 0
     assert out == "argument 0 3 0 3 127.0.0.1 1 True\n"
     assert (tmp_path / "logs/rank-2.log").read_text() == "argument 2 3 2 3 127.0.0.1 1 True\n"
@@ -135,7 +135,7 @@ sys.exit(1)
 @pytest.mark.parametrize("name", ENDS)
 def test_an_end_is_told_in_one_line(tmp_path: Path, name: str) -> None:
     body, expected, line = ENDS[name]
-    job = Job(tmp_path, body)
+    job = Job(tmp_path, body, processes=3 if "rank == 2" in body else 2)
     pids = job.pids()
     code, _, err = job.end()
     log = job.logs / "rank-2.log"
@@ -168,7 +168,7 @@ if rank == 0:
     sys.exit(1)
 time.sleep(60)
 """
-    job = Job(tmp_path, body, processes=2, grace=0.5)
+    job = Job(tmp_path, body, grace=0.5)
     pids = [*job.pids(), int(job.note("helper-0")), int(job.note("helper-1"))]
     code, _, err = job.end()
     assert code == 1
@@ -188,13 +188,13 @@ say(f"ready-{rank}")
 time.sleep(60)
 """
     job = Job(tmp_path, body)
-    for rank in range(3):
+    for rank in range(2):
         job.note(f"ready-{rank}")
     job.process.send_signal(number)
     code, _, err = job.end()
     assert code == expected
     assert f"{number.name} received" in err
-    assert [job.note(f"caught-{rank}") for rank in range(3)] == [str(int(number))] * 3
+    assert [job.note(f"caught-{rank}") for rank in range(2)] == [str(int(number))] * 2
     assert not any(alive(pid) for pid in job.pids())
 
 
@@ -206,7 +206,7 @@ say(f"ready-{rank}")
 while True:
     time.sleep(1)
 """
-    job = Job(tmp_path, body, processes=2, grace=60)
+    job = Job(tmp_path, body, grace=60)
     job.note("ready-0")
     job.note("ready-1")
     job.process.send_signal(signal.SIGINT)
@@ -229,7 +229,7 @@ if "--resume" in sys.argv:
         sys.exit(1)
 time.sleep(60)
 """
-    job = Job(tmp_path, body, processes=2, restarts=5)
+    job = Job(tmp_path, body, restarts=5)
     code, out, err = job.end()
     assert (code, out) == (1, "argument --resume\n")
     killed, known = job.logs / "rank-1.log", job.logs / "rank-0.log"
@@ -242,7 +242,7 @@ time.sleep(60)
 
 def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
     job = Job(tmp_path, "say(f'ready-{rank}')\ntime.sleep(60)\n")
-    for rank in range(3):
+    for rank in range(2):
         job.note(f"ready-{rank}")
     job.process.kill()
     job.process.communicate(timeout=10)
@@ -258,7 +258,7 @@ def test_rank_whose_launcher_is_gone_ends_at_once() -> None:
 
 def test_terminal_stays_a_terminal_for_rank_0(tmp_path: Path) -> None:
     leader, follower = pty.openpty()
-    job = Job(tmp_path, "say(f'tty-{rank}', sys.stdout.isatty())\n", processes=2, stdout=follower, stderr=follower)
+    job = Job(tmp_path, "say(f'tty-{rank}', sys.stdout.isatty())\n", stdout=follower, stderr=follower)
     assert job.process.wait(timeout=30) == 0
     os.close(follower)
     os.close(leader)
@@ -312,7 +312,7 @@ signal.signal(signal.SIGTERM, leave if rank == 0 else lambda *_: sys.exit(143))
 say(f"ready-{rank}")
 time.sleep(60)
 """
-    job = Job(tmp_path, body, processes=2)
+    job = Job(tmp_path, body)
     for rank in range(2):
         job.note(f"ready-{rank}")
     job.process.terminate()

@@ -1,7 +1,6 @@
 """Tokenizers: lossless round trips, reproducible training, and clear errors."""
 
 import json
-import subprocess
 import sys
 
 import numpy as np
@@ -23,6 +22,7 @@ from sdp.data.tokenizers import (
     train_sentencepiece,
 )
 from sdp.engine.errors import DataError
+from sdp.tests.support.forks.command import ForkedScript
 from sdp.tests.support.texts import AWKWARD, save_byte_level
 
 TEXTS = [
@@ -166,10 +166,13 @@ def test_code_in_a_tokenizers_folder_is_not_run_and_not_asked_about(tmp_path):
     (tmp_path / "custom.py").write_text("raise SystemExit('this code ran')\n")
     auto = {"AutoTokenizer": ["custom.Custom", None]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "Custom", "auto_map": auto}))
-    code = f"from sdp.data.tokenizers import HuggingFaceTokenizer; HuggingFaceTokenizer({str(tmp_path)!r})"
-    done = subprocess.run([sys.executable, "-c", code], input="y\n", capture_output=True, text=True, check=False)
-    assert "DataError" in done.stderr and "this code ran" not in done.stderr
-    assert "[y/N]" not in done.stdout
+    (tmp_path / "script.py").write_text(
+        "import io, sys; sys.stdin = io.StringIO('y\\n')\n"
+        f"from sdp.data.tokenizers import HuggingFaceTokenizer; HuggingFaceTokenizer({str(tmp_path)!r})"
+    )
+    code, printed = ForkedScript(tmp_path / "script.py").end()
+    assert code == 1 and "DataError" in printed and "this code ran" not in printed
+    assert "[y/N]" not in printed
 
 
 def test_hugging_face_tokenizer_must_exist_and_end_documents(tmp_path, hf_directory):

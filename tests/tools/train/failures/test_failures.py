@@ -113,6 +113,15 @@ def undisturbed(config: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return losses(dump_dir)
 
 
+@pytest.fixture(scope="module")
+def two_steps(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of two steps, of which tests take copies."""
+    dump_dir = tmp_path_factory.mktemp("two-steps") / "run"
+    ended = run_sdp("train", config, "--dump-dir", dump_dir, "--set", "training.steps=2", "training.async_save=true")
+    assert ended.returncode == 0, ended.stderr
+    return dump_dir
+
+
 def check_resume(config: Path, dump_dir: Path, undisturbed: list[float]) -> None:
     """A resume gives the losses of the undisturbed run."""
     ended = run_sdp("train", config, "--dump-dir", dump_dir, "--resume")
@@ -142,7 +151,7 @@ MOMENTS = {
 
 @pytest.mark.parametrize(
     "moment",
-    ["backward", "checkpoint", *(pytest.param(name, marks=pytest.mark.slow) for name in ("start", "evaluation"))],
+    ["checkpoint", *(pytest.param(name, marks=pytest.mark.slow) for name in ("start", "backward", "evaluation"))],
 )
 def test_a_killed_rank_ends_the_run_and_a_resume_loses_nothing(
     config: Path, tmp_path: Path, undisturbed: list[float], moment: str
@@ -181,6 +190,7 @@ def test_a_run_that_loses_a_rank_goes_on_by_itself(
     job.signal_rank_when(1, signal.SIGKILL, lambda place: place.step >= 5 and place.phase == "backward")
     code, err = job.end()
     assert code == 0, err
+    assert re.search(rf"rank 1 on {HOST} was killed by SIGKILL.* in step \d \(backward\)", err), err
     assert "sdp: restart 1 of 2 from the newest checkpoint in 1 s" in err
     assert losses(tmp_path / "run") == undisturbed
     (restart,) = map(json.loads, (tmp_path / "run" / "restarts.jsonl").read_text().splitlines())
@@ -238,9 +248,10 @@ def test_a_dump_directory_that_is_removed_ends_the_run_with_one_line(config: Pat
     assert len(errors) == 1 and "was removed while the run was writing to it" in errors[0], err
 
 
-def test_no_room_for_a_checkpoint_does_not_end_the_run(config: Path, tmp_path: Path, undisturbed: list[float]) -> None:
-    settings = ["--set", "training.steps=2", "training.async_save=true"]
-    assert run_sdp("train", config, "--dump-dir", tmp_path / "run", *settings).returncode == 0
+def test_no_room_for_a_checkpoint_does_not_end_the_run(
+    config: Path, two_steps: Path, tmp_path: Path, undisturbed: list[float]
+) -> None:
+    shutil.copytree(two_steps, tmp_path / "run")
     code, err = Job(config, tmp_path / "run", "--resume", "--set", "training.async_save=true", prepare=NO_ROOM).end()
     assert code == 0, err
     assert err.count("WARNING") == 3
@@ -266,9 +277,8 @@ def test_out_of_memory_says_what_would_need_less(config: Path, tmp_path: Path) -
     assert "Traceback" not in err
 
 
-def test_saves_that_fail_again_and_again_end_the_run(config: Path, tmp_path: Path) -> None:
-    settings = ["--set", "training.steps=2"]
-    assert run_sdp("train", config, "--dump-dir", tmp_path / "run", *settings).returncode == 0
+def test_saves_that_fail_again_and_again_end_the_run(config: Path, two_steps: Path, tmp_path: Path) -> None:
+    shutil.copytree(two_steps, tmp_path / "run")
     limit = ["--resume", "--set", "training.save_every=1"]
     code, err = Job(config, tmp_path / "run", *limit, prepare=NO_ROOM).end()
     assert code == 2, err
