@@ -217,7 +217,7 @@ def test_interrupted_run_is_silent_and_can_be_repeated(tmp_path):
     assert process.returncode == 130
     assert errors == f"reading {inputs}\n"
     assert not list(out.glob("*.tmp")) + list(out.glob("index.json"))
-    write_json_lines(tmp_path / "a.jsonl")  # fewer documents, as a repetition reads them all
+    write_json_lines(tmp_path / "a.jsonl")  # fewer documents are read sooner
     assert quiet([inputs], out)["corpus"]["documents"] == 60
 
 

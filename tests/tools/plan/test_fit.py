@@ -156,11 +156,9 @@ def test_samples_are_shared_equally() -> None:
 
 def test_a_smaller_micro_batch_is_announced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "images.json"
-    model = {"name": "resnet18", "stem": "cifar", "width": 8}
-    sdp = {"groups": 2, "capacity": 0.5}
-    path.write_text(
-        json.dumps({"train_micro_batch_size_per_gpu": 6, "sdp": sdp, "model": model, "data": {"name": "digits"}})
-    )
+    model, sdp = {"name": "resnet18", "stem": "cifar", "width": 8}, {"groups": 2, "capacity": 0.5}
+    config = {"train_micro_batch_size_per_gpu": 6, "sdp": sdp, "model": model, "data": {"name": "digits"}}
+    path.write_text(json.dumps(config))
     needed = peak_of(planned(capsys, path, "--set", "activation_checkpointing.mode=full"))
     report = planned(capsys, path, "--device-memory", f"{needed - 1}B", "--fit")
     assert report["plan"]["batch"] == {"train": 12, "micro": 3, "accumulation": 1}

@@ -122,14 +122,11 @@ def test_hosts_without_ranks_do_not_count(config: Path, tmp_path: Path, capsys: 
     """
     hosts = tmp_path / "hosts"
     hosts.write_text("".join(f"{name} slots=4\n" for name in "abcd"))
-    found = {}
-    for world, slots in ((8, [4, 4]), (4, [4])):
+    for world, slots, expected in ((4, [4], ["HSDP: on one node it is FSDP"]), (8, [4, 4], [])):
         assert planned(capsys, config, "--hostfile", hosts, "--world", world)["machine"]["slots"] == slots
-        found[world] = dense_ways(load_config(CONFIG), Machine(tuple(slots), 1e15, 0.4, 1e11, 1e10), world)
-    hsdp = mesh_of(found[8][0]["HSDP"], 8)
-    assert (hsdp.sdp, hsdp.fsdp) == (2, 4)
-    assert "HSDP" not in found[4][0]
-    assert found[4][1] == ["HSDP: on one node it is FSDP"]
+        ways, notes = dense_ways(load_config(CONFIG), Machine(tuple(slots), 1e15, 0.4, 1e11, 1e10), world)
+        assert (notes, "HSDP" in ways) == (expected, not expected)
+    assert (mesh_of(ways["HSDP"], world).sdp, mesh_of(ways["HSDP"], world).fsdp) == (2, 4)
 
 
 def test_it_fits_or_it_does_not(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,8 +31,7 @@ def test_a_run_of_four_processes_its_files_and_its_resume_on_two_and_under_tenso
         losses, undisturbed = read_losses(tmp_path / name), read_losses(tmp_path / "whole")
         assert losses[:3] == undisturbed[:3] and losses == pytest.approx(undisturbed, rel=1e-5)
     ranks = json.loads((tmp_path / "tp/summary.json").read_text())["ranks"]
-    assert len(ranks) == 4
-    assert all(rank["state_measured"] == rank["state_predicted"] for rank in ranks)
+    assert len(ranks) == 4 and all(rank["state_measured"] == rank["state_predicted"] for rank in ranks)
 
 
 def check_files(dump_dir: Path) -> None:
