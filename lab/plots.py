@@ -244,7 +244,7 @@ def draw_facts() -> None:
             leads.plot(*zip(*sorted(ahead.items()), strict=True), line, color=colour, label=label)
     leads.axhline(0, color="black", linewidth=0.8)
     leads.set(xscale="log", xlabel="bits of facts for each parameter", ylabel="nats")
-    leads.set(title="SDP ahead (dashed: equal operations, dotted: equal peak)")
+    leads.set(title="SDP ahead (dashed: equal operations, dotted: peak)")
     leads.set_xticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
     leads.minorticks_off()
     leads.legend(frameon=False)
