@@ -429,6 +429,79 @@ def draw_gradient_bias() -> None:
     save(figure, "gradient_bias/plot")
 
 
+def draw_service() -> None:
+    """Draw the groups in each round of the disturbed run, and the losses of undisturbed runs."""
+    result = json.loads((STUDIES.parent / "service/kills_result.json").read_text(encoding="utf-8"))
+    figure, (groups, losses) = new_figure(11, 3.8, 2)
+    rounds = result["groups_of_rounds"]
+    groups.plot(range(1, len(rounds) + 1), rounds, ".", color=SDP, markersize=3)
+    groups.set(xlabel="round", ylabel="groups that contributed", title="100 disturbances of four groups")
+    groups.set_yticks(range(max(rounds) + 1))
+    for number, (seed, lines) in enumerate(result["undisturbed"].items()):
+        steps, values = [one["step"] for one in lines[1:]], [one["loss"] for one in lines[1:]]
+        losses.plot(steps, values, color=COLOURS[number + 1], label=f"undisturbed, seed {seed}")
+    losses.axhline(result["held_out"][-1], color=SDP, linestyle="--", label="disturbed, at its end")
+    losses.set(xlabel="step", ylabel="held-out loss of the full model", title="Loss")
+    losses.legend(frameon=False, fontsize=9)
+    save(figure, "../service/plot")
+
+
+def draw_gpu() -> None:
+    """Draw speed against the state of a rank, both over the dense model, by model and masking."""
+    figure, (axes,) = new_figure(8, 3.8, 1)
+    styles = {"forward, block": "o-", "backward, block": "s--", "forward, neuron": "^", "backward, neuron": "v"}
+    for config, colour in (("llama_1b", COLOURS[0]), ("llama_500m", COLOURS[1]), ("llama_134m", COLOURS[2])):
+        points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in styles}
+        for name in ("results", "results_neurons"):
+            shares = read(f"gpu/{name}")["shares"]
+            own = [one for one in shares if one["config"] == config and one["compiled"] and not one["error"]]
+            dense = next(one for one in own if one["variant"]["capacity"] == 1)
+            for one in own:
+                kind = f"{one['variant']['masking']}, {one['variant']['granularity']}"
+                if kind in points:
+                    speed = one["tokens_per_second"] / dense["tokens_per_second"]
+                    points[kind].append((one["state_bytes"] / dense["state_bytes"], speed))
+        for kind, found in points.items():
+            label = f"{config}, {kind}"
+            axes.plot(*zip(*sorted(found), strict=True), styles[kind], color=colour, label=label)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set(xlabel="state of a rank, over dense", ylabel="tokens per second, over dense")
+    figure.legend(loc="outside right center", frameon=False, fontsize=8)
+    save(figure, "gpu/plot")
+
+
+def draw_epochs() -> None:
+    """Draw the lowest held-out loss of each run, by method and regularisation."""
+    runs = read("epochs/results_rates")["results"]["runs"]
+    methods = {"dense": "dense", "smaller_dense_equal_memory": "smaller dense", "forward": "SDP, forward",
+               "backward": "SDP, backward"}  # fmt: skip
+    figure, (axes,) = new_figure(7, 3.8, 1)
+    for shift, (kind, colour) in enumerate(
+        zip(("none", "dropout_0.1", "stochastic_depth_0.1", "stochastic_depth_0.3"), COLOURS, strict=False)
+    ):
+        for place, method in enumerate(methods):
+            found = [run["least"] for name, run in runs.items() if name.startswith(f"{method}-{kind}-lr")]
+            x = place + (shift - 1.5) * 0.18
+            axes.plot([x] * len(found), found, ".", color=colour, label=None if place else kind.replace("_", " "))
+            axes.plot([x - 0.06, x + 0.06], [mean(found)] * 2, color=colour)
+    axes.set_xticks(range(len(methods)), methods.values())
+    axes.set(ylabel="lowest held-out loss, seed by seed")
+    axes.legend(frameon=False, fontsize=9)
+    save(figure, "epochs/plot")
+
+
+def draw_elastic() -> None:
+    """Draw how soon the other groups trained on after a kill."""
+    figure, (axes,) = new_figure(7, 3.4, 1)
+    for name, colour in (("losses", COLOURS[0]), ("losses_again", COLOURS[1]), ("losses_busy", COLOURS[2])):
+        seconds = sorted(read(f"elastic/{name}")["kill_to_next_step_seconds"])
+        shares = [(number + 1) / len(seconds) for number in range(len(seconds))]
+        axes.plot(seconds, shares, drawstyle="steps-post", color=colour, label=name.replace("_", " "))
+    axes.set(xscale="log", xlabel="seconds from a kill to the next step", ylabel="share of the kills")
+    axes.legend(frameon=False)
+    save(figure, "elastic/plot")
+
+
 def main() -> None:
     """Draw all plots."""
     draw_bench()
@@ -446,6 +519,10 @@ def main() -> None:
     draw_profiles("llama", ("dense", "smaller dense", "uniform", "linear", "depth"))
     draw_profiles("resnet18", ("dense", "smaller dense", "uniform", "depth"))
     draw_gradient_bias()
+    draw_service()
+    draw_gpu()
+    draw_epochs()
+    draw_elastic()
 
 
 if __name__ == "__main__":
