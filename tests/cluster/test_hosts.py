@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("lives", "stories")]
     ("launcher", "command"),
     [
         ("deepspeed", ["deepspeed", "--hostfile", "two", *QUICKSTART, "out; $(touch pwned) 'x' %h"]),
-        ("Open MPI", [*OPEN_MPI, "--hostfile", "four", *QUICKSTART, "a & b"]),
+        pytest.param("Open MPI", [*OPEN_MPI, "--hostfile", "four", *QUICKSTART, "a & b"], marks=pytest.mark.slow),
         pytest.param("MPICH", [*MPICH, "--hostfile", "two", *QUICKSTART, "mpich"], marks=pytest.mark.slow),
     ],
     ids=["deepspeed", "Open MPI on four", "MPICH"],
