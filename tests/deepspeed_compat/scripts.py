@@ -22,10 +22,14 @@ dataset = [{"input_ids": row, "labels": row} for row in rows]
 
 
 def start_script(folder: Path, script: str, settings: str) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` under torchrun. It finds ``model``, ``dataset``, and the file ds_config.json,
-    which holds ``settings``.
-    """
-    (folder / "ds_config.json").write_text(settings, encoding="utf-8")
-    (folder / "train.py").write_text(f"{_BEGINNING}\n{script}", encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    """Run ``script`` under torchrun."""
+    path = write_script(folder, script, settings)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path.name]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
+
+
+def write_script(folder: Path, script: str, settings: str) -> Path:
+    """Write a script that finds ``model``, ``dataset``, and ``settings`` in ds_config.json."""
+    (folder / "ds_config.json").write_text(settings, encoding="utf-8")
+    (path := folder / "train.py").write_text(f"{_BEGINNING}\n{script}", encoding="utf-8")
+    return path

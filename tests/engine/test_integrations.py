@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sdp.tests.deepspeed_compat.scripts import start_script
+from sdp.engine.environment.detect import LOOPBACK, free_port
+from sdp.tests.deepspeed_compat.scripts import write_script
+from sdp.tests.support.forks.command import ForkedScript
 from sdp.tests.support.ranks import RankPool
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -151,16 +153,20 @@ accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[backend])"""
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs, Accelerate joins the processes")
 @pytest.mark.parametrize("name", BYPASSES)
-def test_what_accelerate_would_train_without_sdp_is_one_line(tmp_path: Path, name: str) -> None:
+def test_what_accelerate_would_train_without_sdp_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """Without the line, ranks read the same samples, or train the whole model, and exit with 0."""
     script, engine, line = BYPASSES[name]
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
     settings = _config() | {"optimizer": optimizer, "sdp": {"groups": 2, "engine": engine}}
-    done = start_script(tmp_path, INSTALL + script, json.dumps(settings | {"gradient_accumulation_steps": 1}))
-    assert done.returncode != 0
-    last = [text for text in done.stderr.splitlines() if "ConfigError: " in text]
-    assert len(last) == 2, done.stderr  # one of each rank
-    assert all(re.search(line, text) for text in last), last
+    path = write_script(tmp_path, INSTALL + script, json.dumps(settings | {"gradient_accumulation_steps": 1}))
+    monkeypatch.chdir(tmp_path)
+    shared = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+    started = [ForkedScript(path, environment=shared | {"RANK": rank, "LOCAL_RANK": rank}) for rank in range(2)]
+    for code, printed in [rank.end() for rank in started]:
+        (last,) = [text for text in printed.splitlines() if "ConfigError: " in text]
+        assert code != 0 and re.search(line, last), printed
 
 
 def test_a_call_outside_of_accelerate_stays_deepspeeds() -> None:
