@@ -12,9 +12,8 @@ import pytest
 from _pytest.pathlib import import_path
 from sdp.tests.support.ranks import RankPool, rank_alone
 
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as a shell has it for its background jobs, and for what those start
+# A shell ignores it for its background jobs, and for what those start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # A TCPStore looks up the name of each address that connects, and an answer that is lost costs a
 # second or more. With no attempts, glibc asks no server, and only /etc/hosts counts.

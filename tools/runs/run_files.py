@@ -249,8 +249,8 @@ class _HeldOut(_Shape):
 
 
 class _Rank(_Shape):
-    state_measured: dict[str, Count] = {}
-    state_predicted: dict[str, Count] = {}
+    state_measured: dict[str, Count]
+    state_predicted: dict[str, Count]
     peak_memory_bytes: Number = None
     baseline_memory_bytes: Number = None
     peak_tensor_bytes: Number = None

@@ -197,7 +197,7 @@ def test_a_dump_directory_may_itself_be_a_link(tmp_path: Path):
 
 # -- files of a run whose values have wrong types are refused in one line --------------------------
 
-
+STATES: dict[str, Any] = {"state_measured": {}, "state_predicted": {}}
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("config.json", {"model": 3}),
     ("config.json", {"model": {"name": []}}),
@@ -211,8 +211,9 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("placement.json", {"holders": [[9]] * 8}),
     ("summary.json", {"ranks": {"a": 1}}),
     ("summary.json", {"ranks": [None]}),
-    ("summary.json", {"ranks": [{"peak_memory_bytes": 1, "baseline_memory_bytes": "x"}]}),
-    ("summary.json", {"ranks": [{"state_measured": []}]}),
+    ("summary.json", {"ranks": [STATES | {"peak_memory_bytes": 1, "baseline_memory_bytes": "x"}]}),
+    ("summary.json", {"ranks": [STATES | {"state_measured": []}]}),
+    ("summary.json", {"ranks": [{}]}),
     ("summary.json", {"model": 1.5}),
     ("summary.json", {"model": {"name": "llama"}}),
     ("summary.json", {"layout": []}),
