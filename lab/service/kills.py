@@ -3,9 +3,10 @@
     python -m lab.service.kills OUT --ranks 60 --groups 25 --stops 10 --services 5 --steps 6400
 
 Groups have two ranks. The script kills a rank, a whole group, or the service, or stops a group for
-30 s. The disturbances are spread evenly over the rounds of the run. It prints what was done, and
-what became of every sample, and writes both to OUT/kills.json. It fails if the run fails, or if a
-sample was counted twice or lost silently. Without disturbances, it makes a run to compare with.
+30 s. The disturbances are spread evenly over the rounds of the run, or over the first of them:
+``--until 0.8`` leaves the last fifth undisturbed. It prints what was done, and what became of every
+sample, and writes both to OUT/kills.json. It fails if the run fails, or if a sample was counted
+twice or lost silently. Without disturbances, it makes a run to compare with.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ def send(pids: list[int], number: int) -> None:
 
 
 def disturb(
-    run: Path, launcher: subprocess.Popen[bytes], kinds: list[str], rounds: int, rng: random.Random
+    run: Path, launcher: subprocess.Popen[bytes], kinds: list[str], rounds: float, rng: random.Random
 ) -> list[dict[str, Any]]:
-    """Kill or stop processes, evenly over the rounds of the run. Returns what was done."""
+    """Kill or stop processes, evenly over the first ``rounds``. Returns what was done."""
     done: list[dict[str, Any]] = []
     started, stopped = time.monotonic(), list[tuple[float, list[int]]]()
     while launcher.poll() is None:
@@ -118,6 +119,7 @@ def main() -> int:
     for kind in KINDS:
         parser.add_argument(f"--{kind}s", type=int, default=0, help=f"how often to disturb: {KINDS[kind]}")
     parser.add_argument("--steps", type=int, default=6400)
+    parser.add_argument("--until", type=float, default=1.0, help="the share of the run that is disturbed")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng, run = random.Random(args.seed), args.out.absolute() / "run"
@@ -133,7 +135,7 @@ def main() -> int:
             while not (run / "metrics.jsonl").exists() and launcher.poll() is None:
                 time.sleep(0.2)
             started = time.monotonic()
-            done = disturb(run, launcher, kinds, args.steps // EVERY, rng)
+            done = disturb(run, launcher, kinds, args.until * args.steps / EVERY, rng)
             code = launcher.wait()
         finally:
             launcher.terminate()
