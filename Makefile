@@ -1,8 +1,8 @@
 # make quickstart   trains a small LLaMA on four local processes and prints what it cost
 # make test         the test suite          make test-all   … with the slow tests and the full equality table
 # make test-optional  the tests of packages that only some users install
-# make test-cluster launchers and SLURM over hosts (root, Linux)    make test-cluster-all   … with the slow ones
-# make lab-test     the tests of the laboratory (lab/)
+# make test-cluster launchers and SLURM over hosts (root, Linux; one at a time)    make test-cluster-all   … with the slow ones
+# make lab-test     the tests of the laboratory (lab/), as root also with networks
 # make lint types   ruff and basedpyright   make bench      the engine against a plain loop
 # make dist         a wheel in dist/        make test-wheel  … in an empty environment with the oldest packages that it allows
 # make docs         the documentation site, in site/
@@ -46,7 +46,7 @@ test: $(VENV)/.installed-test
 	$(PYTEST) -m "not slow and not full_table and not cluster"
 
 lab-test: $(VENV)/.installed-test
-	$(PYTEST) -m "not slow and not cluster" lab/tests
+	$(PYTEST) -m "not slow" lab/tests
 
 # Accelerate, Trainer, llama.cpp's reader, lm-evaluation-harness, and servers of S3 and Google's storage. `make test` skips what it lacks.
 test-optional: $(VENV)/.installed-dev
@@ -71,7 +71,7 @@ test-all: $(VENV)/.installed-test
 
 # apt-get install iproute2 openssh-server openssh-client pdsh openmpi-bin mpich slurm-wlm munge slurmdbd mariadb-server; as root
 test-cluster: $(VENV)/.installed-test $(VENV)/.intel-mpi
-	$(BIN)/python -m pytest tests/cluster lab/tests/network -m "cluster and not slow" --durations=12
+	$(BIN)/python -m pytest tests/cluster -m "cluster and not slow" --durations=12
 
 test-cluster-all: $(VENV)/.installed-test $(VENV)/.intel-mpi
 	$(BIN)/python -m pytest tests/cluster --durations=12
@@ -120,9 +120,9 @@ $(VENV)/.installed: $(VENV)/.torch setup.cfg pyproject.toml constraints.txt
 	$(PIP) install --quiet --no-build-isolation -c constraints.txt --editable .
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
+$(VENV)/.installed-test: $(VENV)/.torch setup.cfg pyproject.toml constraints.txt
 	DS_BUILD_OPS=0 $(PIP) install --quiet --no-build-isolation -c constraints.txt --editable ".[test,deepspeed,mpi]"
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 # In a folder of its own: mpi4py would take its library in the environment's.
 $(VENV)/.intel-mpi: $(VENV)/.torch

@@ -153,8 +153,8 @@ def losses_of(engine: Any, case: Case, steps: range) -> list[float]:
 def resumed(case: Case, folder: str, name: str = "fsdp2", every: int = 1) -> tuple[list[Any], list[Any]]:
     """What an undisturbed run gives, and what engines give that start from its checkpoints.
 
-    It saves after each ``every`` steps: with a schedule in both phases and at the switch, with
-    local steps amid a round and at its end.
+    It saves after each ``every`` steps. If that is 1: with a schedule in both phases and at the
+    switch, with local steps amid a round and at its end.
     """
     engine, expected, found = make_engine(case, name), [], []
     losses: list[float] = []

@@ -102,7 +102,7 @@ def _assert_near(ours: Life, theirs: Life, epsilon: float) -> None:
 @pytest.mark.parametrize(
     ("case", "offload"),
     [
-        (Case(2, 1, stage=1, optimizer="adamw", model="llama-tied", masking="backward", bf16=True), False),
+        (Case(2, 2, stage=1, optimizer="adamw", model="llama-tied", masking="backward", bf16=True), False),
         (Case(2, 1, stage=1, optimizer="momentum", model="llama", clip=True), False),
         pytest.param(Case(2, 2, stage=2, optimizer="momentum", model="llama-tied", masking="backward"), False,
             marks=pytest.mark.slow),
