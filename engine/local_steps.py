@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -65,9 +66,14 @@ class LocalSteps:
         store, context = groups.store, groups.context
         self._fragments = fragments_of(store.layout, sync.fragments)
         infos = store.layout.parameters
-        self.outer = OuterSteps(
+        make: Callable[..., OuterSteps] = OuterSteps
+        if context.service is not None:
+            from .service.steps import ServedSteps  # most runs do not need it
+
+            make = partial(ServedSteps, store)
+        self.outer = make(
             sync,
-            store.layout.buckets(lambda _: False) if context.service is None else (),
+            store.layout.buckets(lambda _: False),
             self._weight,
             [name for name in store.stepped if infos[name].trainable],
             self._fragments,
@@ -81,10 +87,6 @@ class LocalSteps:
             is_slice=lambda name: infos[name].cut is not None,
         )
         self.averages: Any = self.outer  # starts averages, and applies them
-        if context.service is not None:
-            from .service.steps import ServedSteps  # most runs do not need it
-
-            self.averages = ServedSteps(store, sync, self._fragments, self.outer)
         agree_on_buffers(store)
         self._buffers = {name: buffer.clone() for name, buffer in self._module_buffers().items()}
 

@@ -67,11 +67,12 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
     serve = ["serve", *words, "--bind", f"{LOOPBACK}:{port}", "--dump-dir", str(dump_dir), "--expect", str(groups)]
     data = ["--set", f"data.path={json.dumps(str((dump_dir / 'corpus').absolute()))}"] if makes_corpus else []
     train = ["train", *words, *data, "--service", f"{LOOPBACK}:{port}", "--nproc", str(processes), "--dump-dir"]
-    started, before = list[_Process](), _config_time(dump_dir)
+    started, before, code = list[_Process](), _config_time(dump_dir), None
     with caught_signals() as received:
         try:
             started.append(service := _Process(0, serve, environ, log_dir, restarts))
-            while not received and not service.is_over:
+            while not received and code is None:
+                time.sleep(_POLL_SECONDS)
                 for process in started:
                     process.look()
                 # A new file: the service has prepared the data. A run that goes on has an old one.
@@ -80,13 +81,16 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
                         directory = str(dump_dir / "groups" / str(group))
                         started.append(_Process(group, [*train, directory], environ, log_dir, restarts))
                 failed = [process.code for process in started[1:] if process.is_over and process.code]
-                if 2 in failed or len(failed) == groups:
-                    return _end(started, received, 2 if 2 in failed else 1)
-                time.sleep(_POLL_SECONDS)
+                if service.is_over or 2 in failed or len(failed) == groups:
+                    code = service.code if service.is_over else 2 if 2 in failed else 1
             if received:
                 say(f"{signal.Signals(received[0]).name} received, ending {len(started)} processes")
-            return _end(started, received, service.code)
-        finally:
+            known, running = len(received), [process.rank for process in started if not process.rank.has_ended()]
+            for rank in running if code or received else ():
+                rank.send_signal(received[0] if received else signal.SIGTERM)
+            wait(running, lambda: len(received) > known, _STOP_SECONDS)
+            return 128 + received[0] if received else code or 0
+        finally:  # kills the processes that have not ended in time
             for process in started:
                 process.rank.kill()
                 process.rank.forget()
@@ -95,13 +99,3 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
 def _config_time(dump_dir: Path) -> int:
     file = dump_dir / "config.json"
     return file.stat().st_mtime_ns if file.exists() else 0
-
-
-def _end(started: Sequence[_Process], received: Sequence[int], code: int) -> int:
-    """Let all processes end, and kill those that do not. Returns the exit code."""
-    known = len(received)
-    running = [process.rank for process in started if not process.rank.has_ended()]
-    for rank in running if code or received else ():
-        rank.send_signal(received[0] if received else signal.SIGTERM)
-    wait(running, lambda: len(received) > known, _STOP_SECONDS)
-    return 128 + received[0] if received else code

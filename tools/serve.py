@@ -11,7 +11,7 @@ import json
 import logging
 import ssl
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,12 @@ import torch
 
 from ..engine.batch.loader import ResumableLoader
 from ..engine.checkpoint.load import find, load
-from ..engine.checkpoint.save import write
+from ..engine.checkpoint.save import Saver
 from ..engine.checkpoint.state import weights_of
 from ..engine.config.load import load_config
 from ..engine.config.method import Masking
 from ..engine.config.schema import Config
 from ..engine.construct import first_weights
-from ..engine.distributed.agreement import Ranks
 from ..engine.distributed.mesh import Mesh
 from ..engine.errors import CheckpointError, ConfigError, ModelError, ServiceError
 from ..engine.files import write_whole
@@ -55,23 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, "the run's JSON file, with a section sdp.sync.service")
     parser.add_argument("--bind", metavar="HOST:PORT", required=True, help="address at which the service listens")
     parser.add_argument(
-        "--dump-dir", metavar="DIR", type=Path, required=True,
-        help="directory of the run's files; a service that was killed continues from them",
-    )  # fmt: skip
-    parser.add_argument(
-        "--token-file",
-        metavar="FILE",
-        type=Path,
-        help="file with the secret that all groups have (or set SDP_SERVICE_TOKEN)",
+        "--dump-dir", metavar="DIR", type=Path, required=True, help="directory of the run's files; a run there goes on"
     )
     parser.add_argument(
-        "--tls-certificate", metavar="FILE", type=Path, help="encrypt connections with the certificate chain in FILE"
+        "--token-file", metavar="FILE", type=Path, help="file with the groups' secret (or set SDP_SERVICE_TOKEN)"
     )
+    parser.add_argument("--tls-certificate", metavar="FILE", type=Path, help="encrypt with the certificates in FILE")
     parser.add_argument("--tls-key", metavar="FILE", type=Path, help="file with the certificate's private key")
-    parser.add_argument(
-        "--expect", metavar="N", type=positive_int,
-        help="begin when N groups have joined (default: all, or when no further group joins for grace_seconds)",
-    )  # fmt: skip
+    text = "begin when N groups have joined (default: all, or when no further group joins for grace_seconds)"
+    parser.add_argument("--expect", metavar="N", type=positive_int, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,12 +72,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f'{args.config}: has no service; add "sdp": {{"sync": {{"every": 32, "service": {{}}}}}}')
     token, (host, port) = read_token(args.token_file), split_address(args.bind, "--bind")
     tls = certificates(args.tls_certificate, args.tls_key)
-    files = RunFiles(args.dump_dir, resume=True)
-    set_up_logging(0, args.dump_dir)
-    try:
+    with closing(RunFiles(args.dump_dir, resume=True)) as files:
+        set_up_logging(0, args.dump_dir)
         return _Service(config, files, args.expect).serve(token, host, port, tls)
-    finally:
-        files.close()
 
 
 class _Service:
@@ -100,11 +88,9 @@ class _Service:
         _refuse_buffers(model, self._layout, config.sdp.maskings)
         anchors = Anchors(self._layout, sync, first_weights(model, config, self._layout))
         self._run = ServedRun(anchors, sync, steps, groups, config.data.tokens_per_sample, expected)
-        loader = ResumableLoader(self._corpus.train, 1, data_ranks=groups, seed=config.training.seed)
-        self._sampler = loader.sampler  # its state is a part of checkpoints
-        self._thread, self._saving = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), Future[Any]()
-        self._saving.set_result(None)
-        self._saved, self._started = 0, time.monotonic()
+        # Its state is a part of checkpoints.
+        self._sampler = ResumableLoader(self._corpus.train, 1, data_ranks=groups, seed=config.training.seed).sampler
+        self._saver, self._saved, self._started = Saver(alone=True, device=torch.device("cpu")), 0, time.monotonic()
         self._resume()
         files.write_config(config)
         keep_start_files(config, self._dump_dir)
@@ -124,8 +110,8 @@ class _Service:
                 )
         except OSError as error:
             raise ConfigError(f"--bind {host}:{port}: cannot listen ({error.strerror}); give another address") from None
-        self._save()
-        self._saving.result()
+        self._save(block=True)
+        self._saver.wait()
         if run.problem is not None:
             raise ServiceError(f"{run.problem}; the newest checkpoint: step {run.step}")
         if not run.has_ended:
@@ -144,8 +130,8 @@ class _Service:
             line["step"], self._run.schedule.steps, line["round"], loss, line["groups"], line["alive"], line["late"],
             line["skipped_tokens"],
         )  # fmt: skip
-        if line["fragment"] == 0 and self._saving.done():
-            self._save()
+        if line["fragment"] == 0:
+            self._save(block=False)
 
     def _on_evaluation(self, line: dict[str, Any]) -> None:
         self._files.evaluation(line)
@@ -158,14 +144,17 @@ class _Service:
 
     # -- checkpoints -------------------------------------------------------------------------------
 
-    def _save(self) -> None:
-        """Write a checkpoint in the background, and report if the previous one failed."""
+    def _save(self, *, block: bool) -> None:
+        """Write a checkpoint in the background, and report if the previous one failed.
+
+        While that is still being written, wait for it, or return if ``block`` is False.
+        """
         try:
-            self._saving.result()
+            self._saver.wait(block=block)
         except CheckpointError as error:
             log.error("WARNING: the last checkpoint was not written: %s; the previous one stays", error)
         run, config = self._run, self._config
-        if run.closed == self._saved:
+        if run.closed == self._saved or self._saver.is_writing:
             return
         self._saved = run.closed
         sync = {"outer_steps": run.closed, "steps_alone": 0, "under_way": None, "fragments": run.schedule.fragments}
@@ -178,10 +167,10 @@ class _Service:
             "loader": self._sampler.state_at(run.order.end if run.order is not None else 0),
             "client_state": {**self._corpus.identity, "service": run.state_dict()}, "spikes": {}, "sync": sync,
         }  # fmt: skip
-        tensors = _by_key(*run.anchors.snapshot())
-        self._saving = self._thread.submit(
-            write, self._dump_dir / "checkpoints", f"step-{run.step}", tensors, state, Ranks(True), keep=_KEEP
-        )
+        self._saver.save(
+            self._dump_dir / "checkpoints", f"step-{run.step}", _by_key(run.anchors), state,
+            parameters=self._layout.wholes, background=True, keep=_KEEP,
+        )  # fmt: skip
 
     def _resume(self) -> None:
         run, order = self._run, self._dump_dir / _ORDER
@@ -193,7 +182,7 @@ class _Service:
         path, state = found
         if "service" not in state["client_state"]:
             raise CheckpointError(f"{path}: was not written by a service; name another --dump-dir")
-        load(path, _by_key(run.anchors.weights, run.anchors.momenta), state["files"], alone=True)
+        load(path, _by_key(run.anchors), state["files"], alone=True)
         run.load_state_dict(state["client_state"]["service"], dealt)
         self._saved = run.closed
         self._files.restart(run.step)
@@ -202,12 +191,13 @@ class _Service:
 
     def _write_summary(self) -> None:
         run, placement, seconds = self._run, self._layout.placement, time.monotonic() - self._started
+        tokens = run.samples * run.tokens_per_sample
         held = [placement.held_fraction(group) for group in range(placement.groups)]
         parameters = sum(info.numel for info in self._layout.parameters.values())
         losses = [line.get("loss") for line in read_run(self._dump_dir).evaluations] or [None]
         summary = {
-            "steps": run.step, "tokens": run.tokens, "samples": run.samples, "skipped_samples": run.skipped_samples,
-            "late": run.late, "seconds": seconds, "tokens_per_second": run.tokens / seconds,
+            "steps": run.step, "tokens": tokens, "samples": run.samples, "skipped_samples": run.skipped_samples,
+            "late": run.late, "seconds": seconds, "tokens_per_second": tokens / seconds,
             "model": {"name": self._config.model["name"], "parameters": parameters},
             "layout": {"sdp": placement.groups, "capacity": sum(held) / len(held)},
             "held_out": {"before": losses[0], "after": losses[-1]},
@@ -216,8 +206,9 @@ class _Service:
         write_summary(self._files, summary)
 
 
-def _by_key(weights: dict[str, torch.Tensor], momenta: dict[str, torch.Tensor]) -> dict[str, Any]:
-    return weights_of(weights) | {f"outer/{name}/momentum_buffer": value for name, value in momenta.items()}
+def _by_key(anchors: Anchors) -> dict[str, Any]:
+    momenta = {f"outer/{name}/momentum_buffer": value for name, value in anchors.momenta.items()}
+    return weights_of(anchors.weights) | momenta
 
 
 def _refuse_buffers(model: torch.nn.Module, layout: Layout, maskings: tuple[Masking, ...]) -> None:
@@ -225,7 +216,4 @@ def _refuse_buffers(model: torch.nn.Module, layout: Layout, maskings: tuple[Mask
     blocks = tuple(f"{name}." for name in layout.blocks)
     guests = [name for name, _ in model.named_buffers() if name.startswith(blocks) and "forward" in maskings]
     if found := [*layout.buffers, *guests]:
-        raise ModelError(
-            f"{found[0]}: is a buffer, which sdp.sync.service does not keep; use a model without batch norm, or "
-            "remove sdp.sync.service"
-        )
+        raise ModelError(f"{found[0]}: is a buffer, which sdp.sync.service does not keep; use a model without buffers")

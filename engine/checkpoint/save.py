@@ -81,6 +81,11 @@ class Saver:
         ranks = Ranks(self._alone, self._group)
         self._pending = self._thread.submit(save, tensors=_copied(tensors), ranks=ranks)
 
+    @property
+    def is_writing(self) -> bool:
+        """Whether a save in the background has not been waited for."""
+        return self._pending is not None
+
     def wait(self, *, block: bool = True) -> None:
         """Wait until the save in the background has ended, and raise its error if it failed.
 

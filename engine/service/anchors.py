@@ -84,9 +84,7 @@ class Anchors:
             inside = all(low <= at and size >= 0 and at + size <= low + most for at, size, low, most in bounds)
             if inside and len(piece.offset) == len(piece.shape) == len(box.shape):
                 return info
-        raise ServiceError(
-            f"the slice of {quote(piece.name)} at {piece.offset}, shape {piece.shape}, is not in the model"
-        )
+        raise ServiceError(f"{quote(piece.name)} at {piece.offset}, shape {piece.shape}, is not in the model")
 
     def read(self, pieces: Iterable[Slice], snapshot: Mapping[str, torch.Tensor] | None = None) -> list[torch.Tensor]:
         """Return copies of parts (``pieces``) of the weights, or of an earlier :meth:`snapshot`."""
@@ -103,15 +101,12 @@ class Anchors:
     def check(self, slot: int, fragment: int, changes: Mapping[Slice, torch.Tensor]) -> None:
         """Raise ServiceError unless ``changes`` are all that a group trains of ``fragment``."""
         held = (info for info in self.layout.held(slot) if info.trainable and self.fragments[info.name] == fragment)
-        expected = {info.name: info.numel for info in held}
-        found = Counter[str]()
+        expected, found = Counter({info.name: info.numel for info in held}), Counter[str]()
         for piece in changes:
             found[self.info_of(piece).name] += torch.Size(piece.shape).numel()
-        for name in {*found, *expected}:
-            if found[name] != (most := expected.get(name, 0)):
-                raise ServiceError(
-                    f"group {slot} sent {found[name]} elements of {name} for fragment {fragment}, but trains {most}"
-                )
+        for name in {name for name in {*found, *expected} if found[name] != expected[name]}:
+            elements = f"{found[name]} elements of {name} for fragment {fragment}, but trains {expected[name]}"
+            raise ServiceError(f"group {slot} sent {elements}")
 
     @torch.no_grad()
     def step(self, fragment: int, deliveries: Sequence[Delivery]) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import aiohttp
 import torch
@@ -22,12 +22,10 @@ from .anchors import Slice
 from .wire import MOST_BYTES, NONCE, Part, Signer, fits, messages_of, pack, unpack
 
 log = logging.getLogger("sdp")
-T = TypeVar("T")
 
 _PAUSE_SECONDS = 0.5  # seconds before a request is made again
 _REQUEST_SECONDS = 300.0
 _ANSWER_BYTES = MOST_BYTES + (1 << 20)  # the largest answer that is read
-_TOGETHER = 4  # requests of a rank at the same time
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -46,7 +44,7 @@ class Client:
         self.address, self._signer, self._wait_seconds, self._tls = address, Signer(token), wait_seconds, tls
         self.session, self.is_lost = "", False
         self.status: dict[str, Any] = {}  # the newest answer to a heartbeat
-        self._loop, self._limit = asyncio.new_event_loop(), asyncio.Semaphore(_TOGETHER)
+        self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="service", daemon=True).start()
         self._http = self.start(self._open()).result()
 
@@ -57,16 +55,10 @@ class Client:
 
     def close(self) -> None:
         """End the connection and its thread."""
-
-        async def end() -> None:
-            await self._http.close()
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
-
-        self.start(end()).result()
+        self.start(self._http.close()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+    def start(self, work: Coroutine[Any, Any, Any]) -> Future[Any]:
         """Run the coroutine ``work`` in the thread of the connection, and return a future."""
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
@@ -85,10 +77,8 @@ class Client:
             try:
                 return await self._post_once(action, request, slices)
             except aiohttp.ClientSSLError as error:
-                raise ServiceError(
-                    f"{self.address}: no encrypted connection ({shorten(error)}); give the certificate of the service "
-                    "with --tls-ca"
-                ) from None
+                why = f"no encrypted connection ({shorten(error)})"
+                raise ServiceError(f"{self.address}: {why}; give the service's certificate with --tls-ca") from None
             except _NO_ANSWER as error:
                 problem = f"the service at {self.address} does not answer"
                 if time.monotonic() > waits_until:
@@ -109,10 +99,8 @@ class Client:
             is_answer = response.headers.get(NONCE) == headers[NONCE]
             if not is_answer or not self._signer.is_signed(f"{response.status}", response.headers):
                 raise ServiceError(f"{self.address} is not the service of this run, because its answer is not signed")
-            if response.content_length is None:
-                raise ServiceError(f"the answer of {self.address} has no Content-Length; a proxy must not remove it")
-            if response.content_length > _ANSWER_BYTES:
-                raise ServiceError(f"the answer of {self.address} has more than {_ANSWER_BYTES:,} bytes")
+            if response.content_length is None or response.content_length > _ANSWER_BYTES:
+                raise ServiceError(f"the answer of {self.address} has more than {_ANSWER_BYTES:,} bytes, or no length")
             answer = await response.read()
             if not fits(answer, response.headers):
                 raise aiohttp.ClientPayloadError("the answer is damaged")
@@ -152,40 +140,27 @@ class Client:
                 await asyncio.sleep(seconds)
                 session = self.session
                 with suppress(*_NO_ANSWER, ServiceError):  # the next request waits, or says what is wrong
-                    beating = self._post_once("heartbeat", {"session": session})
-                    status = await asyncio.wait_for(beating, 2 * seconds)
+                    status = await asyncio.wait_for(self._post_once("heartbeat", {"session": session}), 2 * seconds)
                     self.status = status if status and session == self.session else self.status
 
         self.start(beat())
 
     # -- tensors -----------------------------------------------------------------------------------
 
-    async def send(self, average: int, changes: Iterable[Part]) -> None:
-        """Send this rank's changes of weights for an average, in as many messages as necessary."""
-        request = {"session": self.session, "average": average}
+    async def deliver(self, request: dict[str, Any], changes: Iterable[Part]) -> None:
+        """Send this rank's changes of weights in messages, and then the request itself."""
+        for message in messages_of(changes):
+            await self.post("changes", request, await asyncio.to_thread(pack, message))
+        await self.post("deliver", request)
 
-        async def send_one(message: list[Part]) -> None:
-            async with self._limit:
-                await self.post("changes", request, await asyncio.to_thread(pack, message))
-
-        await asyncio.gather(*map(send_one, messages_of(changes)))
-
-    def fetch(self, wanted: Iterable[tuple[Slice, torch.Tensor]], *, pinned: bool = False) -> None:
+    def fetch(self, wanted: Iterable[tuple[Slice, torch.Tensor]]) -> None:
         """Fill the ``wanted`` tensors in host memory with the service's weights (the anchors).
 
-        If this group is not a member any more, nothing is filled. If ``pinned``, the weights come
-        from the copy that the service made for this group to evaluate.
+        If this group is not a member any more, nothing is filled.
         """
-
-        async def fetch_one(message: list[Part]) -> None:
-            request = {"session": self.session, "slices": [piece for piece, *_ in message], "pinned": pinned}
-            async with self._limit:
-                answer = await self.post("anchors", request)
-                found = await asyncio.to_thread(unpack, answer) if answer else {}
+        for message in messages_of((piece, tensor, "none") for piece, tensor in wanted):
+            request = {"session": self.session, "slices": [piece for piece, *_ in message]}
+            answer = self.start(self.post("anchors", request)).result()
+            found = unpack(answer) if answer else {}
             for piece, tensor, _ in message if found else ():
                 tensor.copy_(found[piece])
-
-        async def fetch_all() -> None:
-            await asyncio.gather(*map(fetch_one, messages_of((piece, tensor, "none") for piece, tensor in wanted)))
-
-        self.start(fetch_all()).result()

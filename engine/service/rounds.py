@@ -45,10 +45,6 @@ class Schedule:
         """Return the step after which an average is due. Number 0 means the initial weights."""
         return min(self.steps, average * self.every // self.fragments)
 
-    def whole_rounds(self, average: int) -> int:
-        """Return the number of steps in the rounds that are complete after this average."""
-        return min(self.steps, average // self.fragments * self.every)
-
 
 class UnknownMemberError(ServiceError):
     """A group is not a member: it was dropped, or the service has started again."""
@@ -84,7 +80,7 @@ class ServedRun:
         assert sync.service is not None
         self.anchors, self._service, self.groups = anchors, sync.service, groups
         self.wait_seconds = sync.service.wait_seconds
-        self.schedule, self._tokens_per_sample = Schedule(sync, steps), tokens_per_sample
+        self.schedule, self.tokens_per_sample = Schedule(sync, steps), tokens_per_sample
         self._expected = expected or groups
         self._patience = sync.service.grace_seconds if expected is None else sync.service.wait_seconds
         self.members: dict[str, Member] = {}  # by session
@@ -100,17 +96,12 @@ class ServedRun:
         self._closed_at: float | None = None
         self._ticked = math.inf
         self._grace_ends: float | None = None
-        self._too_few_since: float | None = None
-
-    @property
-    def tokens(self) -> int:
-        """The number of tokens in the samples of all deliveries that were accepted."""
-        return self.samples * self._tokens_per_sample
+        self._enough_at = 0.0  # when enough groups lived last
 
     @property
     def step(self) -> int:
         """The number of steps in the rounds that have ended."""
-        return self.schedule.whole_rounds(self.closed)
+        return min(self.schedule.steps, self.closed // self.schedule.fragments * self.schedule.every)
 
     @property
     def has_ended(self) -> bool:
@@ -126,15 +117,16 @@ class ServedRun:
         """
         if self.has_ended:
             raise ServiceError("the run has ended")
-        taken = {member.slot for member in self.members.values()}
-        free = [index for index in range(self.groups) if index not in taken]
-        if not free:
+        if not (free := self._absent()):
             return None
         slot = slot if slot in free else free[0]
         member = Member(slot, secrets.token_hex(16), now, Delivery(slot))
         self.members[member.session], self._changed = member, now
         log.info("group %d joined, %d of %d live", member.slot, len(self.members), self.groups)
         return member
+
+    def _absent(self) -> list[int]:
+        return sorted({*range(self.groups)} - {member.slot for member in self.members.values()})
 
     def member(self, session: str, now: float) -> Member:
         """Return the member whose secret is ``session``, or raise UnknownMemberError."""
@@ -170,10 +162,10 @@ class ServedRun:
         All ranks of a group get the same shares. If the run has not started, the result is None.
         """
         assert self.order is not None
-        while self._is_started and len(member.shares) <= number:
-            slots = {one.slot for one in self.members.values()}
-            absent = [index for index in range(self.groups) if index not in slots]
-            member.shares.append(self.order.deal(member.slot, absent))
+        if number > (following := len(member.shares)):
+            raise ServiceError(f"share {number} of the data was requested before share {following}; request in order")
+        if self._is_started and number == following:
+            member.shares.append(self.order.deal(member.slot, self._absent()))
             member.unsettled += len(member.shares[-1]) * self.order.width
         return member.shares[number] if self._is_started else None
 
@@ -222,7 +214,7 @@ class ServedRun:
     def status(self, member: Member) -> dict[str, Any]:
         """Return what the service answers to a heartbeat of a member."""
         grace = self._grace_ends is not None and member.accepted <= self.closed
-        return {"closed": self.closed, "accepted": member.accepted, "grace": grace, "problem": self.problem}
+        return {"closed": self.closed, "accepted": member.accepted, "grace": grace}
 
     # -- time --------------------------------------------------------------------------------------
 
@@ -237,26 +229,21 @@ class ServedRun:
             member.seen = now if was_stopped else member.seen  # the service itself could not listen
             if now - member.seen > 2 * service.heartbeat_seconds:
                 self.drop(session, f"made no request for {now - member.seen:.1f} s and was dropped")
-        living = [member for member in self.members.values() if member.begun]
+        living, count = [member for member in self.members.values() if member.begun], len(self.members)
+        if count >= service.min_groups or self.has_ended:
+            self._enough_at = now
+        elif self._is_started and now - self._enough_at >= (service.grace_seconds if count else service.wait_seconds):
+            self.problem = f"{count} groups live, fewer than sdp.sync.service.min_groups = {service.min_groups}"
         if not self._is_started:
             is_waiting = len(living) < self._expected and now - self._changed < self._patience
-            enough = len(living) >= service.min_groups and len(living) == len(self.members)
-            self._is_started = enough and not is_waiting
+            self._is_started = len(living) == count >= service.min_groups and not is_waiting
             return False
-        self._end_with_too_few(now)
         if self.has_ended or self._is_closing or not self._deliveries:
             return False
         delivered = sum(member.accepted > self.closed for member in living)
         if self._grace_ends is None and delivered >= math.ceil(service.quorum * len(living)):
             self._grace_ends = now + service.grace_seconds
         return self._grace_ends is not None and (delivered == len(living) or now >= self._grace_ends)
-
-    def _end_with_too_few(self, now: float) -> None:
-        count, fewest = len(self.members), self._service.min_groups
-        self._too_few_since = (self._too_few_since or now) if count < fewest and not self.has_ended else None
-        patience = self._service.grace_seconds if count else self._service.wait_seconds
-        if self._too_few_since is not None and now - self._too_few_since >= patience:
-            self.problem = f"{count} groups live, fewer than sdp.sync.service.min_groups = {fewest}"
 
     def begin_close(self) -> tuple[int, list[Delivery]]:
         """Accept no more deliveries for the open average. Returns its fragment and deliveries."""
@@ -267,31 +254,22 @@ class ServedRun:
         """Close the open average after the outer step. Returns its line of metrics.jsonl."""
         deliveries, self._deliveries = self._deliveries, []
         self.closed, self._is_closing, self._grace_ends = self.closed + 1, False, None
-        fragment, tokens = self.schedule.fragment(self.closed), self._tokens_per_sample
-        slots = {one.slot for one in deliveries}
-        self._note_orphans(fragment, slots)
+        fragment, tokens = self.schedule.fragment(self.closed), self.tokens_per_sample
+        self._note_orphans(fragment, {one.slot for one in deliveries})
         new = sum(one.new_samples for one in deliveries)
+        loss = sum(one.loss * one.new_samples for one in deliveries) / new if new else None
         seconds, self._closed_at = now - (self._closed_at or now), now
-        return {
-            "step": self.step,
-            "round": -(-self.closed // self.schedule.fragments),
-            "fragment": fragment,
-            "outer_step": self.closed,
-            "loss": sum(one.loss * one.new_samples for one in deliveries) / new if new else None,
-            "groups": len(slots),
-            "alive": len(self.members),
-            "tokens": self.tokens,
-            "samples": self.samples,
-            "skipped_tokens": self.skipped_samples * tokens,
-            "late": self.late,
-            "seconds": seconds or None,
-            "bytes": sum(one.nbytes for one in deliveries),
-            "by_group": {
-                str(one.slot): {"tokens": one.new_samples * tokens, "seconds": one.seconds, "bytes": one.nbytes}
-                for one in deliveries
-            },
-            "orphans": dict(self.orphans),
+        by_group = {
+            str(one.slot): {"tokens": one.new_samples * tokens, "seconds": one.seconds, "bytes": one.nbytes}
+            for one in deliveries
         }
+        return {
+            "step": self.step, "round": -(-self.closed // self.schedule.fragments), "fragment": fragment,
+            "outer_step": self.closed, "loss": loss, "groups": len(by_group), "alive": len(self.members),
+            "tokens": self.samples * tokens, "samples": self.samples, "skipped_tokens": self.skipped_samples * tokens,
+            "late": self.late, "seconds": seconds or None, "bytes": sum(one.nbytes for one in deliveries),
+            "by_group": by_group, "orphans": dict(self.orphans),
+        }  # fmt: skip
 
     def _note_orphans(self, fragment: int, slots: set[int]) -> None:
         """Note which units of the fragment nobody has delivered, and since when."""

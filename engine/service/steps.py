@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,16 +17,18 @@ from ..config.method import SyncSection
 from ..distributed.agreement import gather_json
 from ..distributed.collectives import local_tensor
 from ..errors import ServiceError
-from ..optim.clip import squared_norm
 from ..placement.tensor_info import Shard, TensorInfo
 from ..stores.store import GroupStore, RankContext, frozen_copies
-from ..sync.outer import Compression, OuterFacts, OuterSteps, rounded
+from ..sync.outer import Average, Compression, OuterFacts, OuterSteps, fragments_of, rounded, swap
 from .anchors import Slice
 from .data_order import ranges
 from .rounds import Schedule
+from .wire import Part
 
 if TYPE_CHECKING:
     from .client import Client  # imports aiohttp
+
+_POLL_SECONDS = 0.1  # between two questions whether an average has ended
 
 
 class Membership:
@@ -37,6 +41,7 @@ class Membership:
     def __init__(self, client: Client, sync: SyncSection, steps: int, settings: dict[str, Any], rank: int):
         assert sync.service is not None
         self.client, self._settings, self._rank = client, settings, rank
+        self.leave = client.leave  # any rank may call it; later calls do nothing
         self.schedule, self._seconds = Schedule(sync, steps), sync.service.heartbeat_seconds
         self.slot, self._ranks = -1, 1  # the group's number in the placement
         self.closed = 0  # the average whose anchors the group has
@@ -51,8 +56,8 @@ class Membership:
     def _begin_anew(self) -> None:
         self._share, self._width, self._leased = list[int](), 0, 0  # its samples, and the number of shares
         self._first = self._read  # how many samples it read before these
-        self._samples = [0] * self.schedule.fragments  # since the last delivery of each fragment
-        self._new_samples, self._losses, self._since = 0, 0.0, time.monotonic()
+        self._delivered = [self._read] * self.schedule.fragments  # ``_read`` at the last delivery of each fragment
+        self._losses, self._since = 0.0, time.monotonic()
 
     def join(self) -> None:
         """Make the group a member, and begin to send heartbeats. Collective in the group."""
@@ -65,20 +70,16 @@ class Membership:
     def enter(self, *, joins: bool) -> None:
         """Begin to take part in rounds, with new data. Collective in the group.
 
-        If ``joins``, the group first becomes a member again, because it was dropped.
+        If ``joins``, the group first becomes a member again, because it was dropped. If the service
+        starts again meanwhile, the group is no member afterwards.
         """
         closed, self.is_renewed = None, joins
-        while closed is None:
-            if self._rank == 0:
-                if joins and self.client.join(self.slot, self._settings) != self.slot:
-                    raise ServiceError(
-                        f"place {self.slot} of the run was given to another group meanwhile; start this group again"
-                    )
-                # No answer if the service has started again. Then join once more.
-                closed = self.client.request("begin", **self.start).get("closed")
-            closed, self.client.session = gather_json([closed, self.client.session])[0]
-            joins = True
-        self.closed, self.client.is_lost, self.lost = closed, False, False
+        if self._rank == 0:
+            if joins and self.client.join(self.slot, self._settings) != self.slot:
+                raise ServiceError(f"place {self.slot} of the run has another group now; start this group again")
+            closed = self.client.request("begin", **self.start).get("closed")
+        closed, self.client.session = gather_json([closed, self.client.session])[0]
+        self.closed, self.client.is_lost = closed or 0, closed is None
         self._begin_anew()
 
     def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
@@ -107,27 +108,18 @@ class Membership:
 
     def is_lost(self) -> bool:
         """Return whether the group is not a member any more. Collective in the group."""
-        self.lost = any(gather_json(self.client.is_lost))
-        if self.lost:  # a heartbeat may set it at any moment, so it is not set to False here
-            self.client.is_lost = True
+        self.lost = self.client.is_lost = any(gather_json(self.client.is_lost))
         return self.lost
 
     def note_step(self, loss: float) -> None:
         """Count the samples and the loss of a step, for the next delivery."""
         batch = self.start["micro_batches"] * self.start["width"]
         self._read += batch
-        self._new_samples += batch
         self._losses += loss * batch if math.isfinite(loss) else 0.0
-        self._samples = [samples + batch for samples in self._samples]
 
     def poll(self) -> dict[str, Any]:
-        """Return the newest answer to a heartbeat, the same on all ranks. Collective in the group.
-
-        Raises:
-            ServiceError: The service has ended the run because of a problem.
-        """
-        status = {"closed": 0, "grace": False, **self.client.status, "lost": self.client.is_lost}
-        return _checked(gather_json(status)[0])
+        """Return the newest answer to a heartbeat, equal on all ranks. Collective in the group."""
+        return gather_json({"closed": 0, "grace": False, **self.client.status, "lost": self.client.is_lost})[0]
 
     def claim(self, step: int) -> bool:
         """Return whether this group evaluates the full model after ``step``. Collective."""
@@ -139,14 +131,9 @@ class Membership:
         Returns False if the group has lost its membership meanwhile, so that the line does not
         count.
         """
-        if self._rank == 0 and not self.client.is_lost:
+        if self._rank == 0:
             self.client.request("evaluation", line=dict(line))
         return not self.is_lost()
-
-    def leave(self) -> None:
-        """Tell the service that this group ends."""
-        if self._rank == 0 and not self.client.is_lost:
-            self.client.leave()
 
     def whole_units(self, infos: Sequence[TensorInfo], context: RankContext) -> dict[str, torch.Tensor]:
         """Fetch the parameters ``infos`` for an evaluation, and return them by name.
@@ -156,7 +143,7 @@ class Membership:
         found = {info.name: torch.zeros(info.tp_shape) for info in infos}
         shard = Shard(tp=context.at.tp)
         places = (Slice(info.canonical, info.offset(shard), tuple(info.tp_shape)) for info in infos)
-        self.client.fetch(zip(places, found.values(), strict=True), pinned=True)
+        self.client.fetch(zip(places, found.values(), strict=True))
         return {name: tensor.to(context.device, context.compute_dtype) for name, tensor in found.items()}
 
     @contextmanager
@@ -165,33 +152,25 @@ class Membership:
         others, names = store.layout.parameters_at(path), store.layout.parameters
         lent = {name: info for name in store.stepped if (info := others[names[name].path]).name != name}
         store.reshard()
-        kept = {name: local_tensor(store.stepped[name].tensor.detach()).clone() for name in lent}
-        values = {name: torch.empty(weight.shape) for name, weight in kept.items()}
-        places = (_slice(store, name, kept[name])._replace(name=lent[name].canonical) for name in kept)
-        self.client.fetch(zip(places, values.values(), strict=True), pinned=True)
-        _set_weights(store, values)
+        values = {name: torch.empty(_weight(store, name).shape) for name in lent}
+        places = (_slice(store, name, value)._replace(name=lent[name].canonical) for name, value in values.items())
+        self.client.fetch(zip(places, values.values(), strict=True))
+        swap(values, partial(_weight, store))
         try:
             yield
         finally:
             store.reshard()
-            _set_weights(store, kept)
+            swap(values, partial(_weight, store))
 
-    def deliver(self, fragment: int, changes: Sequence[tuple[Slice, torch.Tensor, Compression]]) -> Future[None]:
+    def deliver(self, fragment: int, changes: Sequence[Part]) -> Future[None]:
         """Start to send this rank's changes of weights. The future is done when all are sent."""
         average, is_late = self.closed + 1, self.client.status.get("closed", 0) > self.closed
-        mean = self._losses / self._new_samples if self._new_samples else 0.0
-        facts = self._samples[fragment], self._new_samples, mean, time.monotonic() - self._since
-        request = {"average": average, "rank": self._rank, "ranks": self._ranks, "facts": facts}
-        session = self.client.session
-        self._samples[fragment] = self._new_samples = 0
-        self._losses, self._since = 0.0, time.monotonic()
-
-        async def work() -> None:
-            if not is_late:
-                await self.client.send(average, changes)
-            await self.client.post("deliver", {"session": session, **request})
-
-        return self.client.start(work())
+        now, new_samples = time.monotonic(), self._read - max(self._delivered)
+        loss = self._losses / new_samples if new_samples else 0.0
+        facts = self._read - self._delivered[fragment], new_samples, loss, now - self._since
+        request = {"session": self.client.session, "average": average, "rank": self._rank, "ranks": self._ranks}
+        self._delivered[fragment], self._losses, self._since = self._read, 0.0, now
+        return self.client.start(self.client.deliver({**request, "facts": facts}, [] if is_late else changes))
 
     def await_close(self, sending: Future[None]) -> bool:
         """Wait until ``sending`` is done and the next average has ended. Collective in the group.
@@ -203,18 +182,17 @@ class Membership:
         average, status = self.closed + 1, {"closed": -1, "accepted": 0}
         sending.result()
         while self._rank == 0 and not self.client.is_lost and status["closed"] < average:
-            status |= _checked(self.client.request("wait", average=average, seconds=self._seconds))
+            time.sleep(_POLL_SECONDS)
+            status |= self.client.request("heartbeat")
         if self.is_lost():
             return False
         self.closed, accepted = gather_json([status["closed"], status["accepted"]])[0]
         return accepted >= average == self.closed
 
 
-@torch.no_grad()
-def _set_weights(store: GroupStore, values: Mapping[str, torch.Tensor]) -> None:
-    for name, value in values.items():
-        local_tensor(store.stepped[name].tensor.detach()).copy_(value)
-    store.weights_changed()
+def _weight(store: GroupStore, name: str) -> torch.Tensor:
+    """Return this rank's shard of a parameter. FSDP2 may move the shard in memory later."""
+    return local_tensor(store.stepped[name].tensor.detach())
 
 
 def _slice(store: GroupStore, name: str, tensor: torch.Tensor) -> Slice:
@@ -223,58 +201,36 @@ def _slice(store: GroupStore, name: str, tensor: torch.Tensor) -> Slice:
     return Slice(piece.info.canonical, tuple(piece.offset), tuple(tensor.shape))
 
 
-def _checked(status: dict[str, Any]) -> dict[str, Any]:
-    if status.get("problem") is not None:
-        raise ServiceError(f"the service has ended the run: {status['problem']}")
-    return status
+class ServedSteps(OuterSteps):
+    """Averages the weights of a rank through the service, which takes the outer steps."""
 
-
-class ServedSteps:
-    """Averages the weights of a rank through the service, which takes the outer steps.
-
-    ``fragments`` has the part of the model (fragment) of each parameter, by name. ``outer`` has the
-    rank's weights after the last average (the anchors).
-    """
-
-    def __init__(self, store: GroupStore, sync: SyncSection, fragments: Mapping[str, int], outer: OuterSteps):
-        self._store, self._sync, self._fragments, self._context = store, sync, fragments, store.context
-        self._outer, self.service = outer, store.context.service
-        if sync.compression == "int8":
-            shared = [name for name in outer.anchors if len(store.layout.parameters[name].holders) > 1]
-            outer.errors = {name: torch.zeros_like(outer.anchors[name]) for name in shared}
-        self._under_way: tuple[int, dict[str, torch.Tensor], Future[None]] | None = None
-        self._norms = torch.zeros(2, dtype=torch.float64, device=self._context.device)
+    def __init__(self, store: GroupStore, sync: SyncSection, *args: Any, **options: Any):
+        super().__init__(sync, *args, **options)
+        self._store, self.service = store, store.context.service
+        self._fragments = fragments_of(store.layout, sync.fragments)
+        self._sending, self._norms = Future[None](), torch.zeros(3)
         self.steps_since_start, self.was_accepted = 0, False
-
-    def _weight(self, name: str) -> torch.Tensor:
-        return local_tensor(self._store.stepped[name].tensor.detach())
-
-    @property
-    def fragment_under_way(self) -> int | None:
-        """The fragment whose changes were sent and whose average was not fetched yet, or None."""
-        return self._under_way[0] if self._under_way is not None else None
 
     @torch.no_grad()
     def start(self, fragment: int) -> None:
         """Send this rank's changes of the weights in ``fragment``, in the background."""
-        changes: list[tuple[Slice, torch.Tensor, Compression]] = []
-        before: dict[str, torch.Tensor] = {}
-        self._norms, self.steps_since_start = torch.zeros_like(self._norms), 0
-        for name in [name for name in self._outer.anchors if self._fragments[name] == fragment]:
-            weight, one, anchor = self._weight(name), self._store.stepped[name], self._outer.anchors[name]
-            if self._sync.overlap:
-                before[name] = weight.clone()
-            if not self._context.counts(one) or not weight.numel():
-                continue
-            change = anchor.to(weight.device) - weight
-            self._norms += torch.stack([squared_norm([value], self._context.device) for value in (change, anchor)])
-            kind: Compression = self._sync.compression if len(one.holders) > 1 else "none"
-            if name in self._outer.errors:
-                change, error = change + self._outer.errors[name].to(change.device), torch.empty_like(change)
-                rounded(change, error, kind)
-                self._outer.errors[name].copy_(error)
-            changes.append((_slice(self._store, name, weight), change.to("cpu", copy=True), kind))
-        self._under_way = fragment, before, self.service.deliver(fragment, changes)
+        changes, averages = list[Part](), list[Average]()
+        self._norms, self.steps_since_start = torch.zeros(3, dtype=torch.float64, device=self._device), 0
+        for names, holders, _ in self._buckets.get(fragment, ()):
+            kind: Compression = self._sync.compression if len(holders) > 1 else "none"
+            before = [self._weights(name).clone() for name in names] if self._sync.overlap else None
+            averages.append(Average(names, [], None, before, keeps_weights=False))
+            moved = self._changes(names)
+            self._norms += self._squared_norms(averages[-1], moved)
+            for name, change in zip(names, moved, strict=True):
+                if not self._counts(name) or not change.numel():
+                    continue
+                if name in self.errors:
+                    change, error = change + self.errors[name].to(change.device), torch.empty_like(change)
+                    rounded(change, error, kind)
+                    self.errors[name].copy_(error)
+                changes.append((_slice(self._store, name, change), change.to("cpu", copy=True), kind))
+        self._under_way, self._sending = (fragment, averages), self.service.deliver(fragment, changes)
 
     @torch.no_grad()
     def arrive(self) -> OuterFacts:
@@ -284,27 +240,27 @@ class ServedSteps:
         Then the averages of all these fragments replace the group's own weights.
         """
         assert self._under_way is not None, "start() must be called before arrive()"
-        (fragment, before, sending), self._under_way = self._under_way, None
-        started, first = self._context.clock(), self.service.closed + 1
-        self.was_accepted = self.service.await_close(sending)
+        (fragment, averages), self._under_way = self._under_way, None
+        started, first = self._clock(), self.service.closed + 1
+        self.was_accepted = self.service.await_close(self._sending)
         if not self.service.lost:
+            kept = averages if self.was_accepted else []
+            before = {name: old for one in kept for name, old in zip(one.names, one.before or (), strict=False)}
             closed = range(first, self.service.closed + 1)
             self.take({self.service.schedule.fragment(average) for average in closed}, before)
-        self._outer.exposed_seconds += self._context.clock() - started
-        self._context.all_reduce_control(self._norms)
-        change, anchor = self._norms.sqrt().tolist()
+        self.exposed_seconds += self._clock() - started
+        self._sum(self._norms)
+        change, anchor, _ = self._norms.sqrt().tolist()
         return OuterFacts(fragment, change / anchor if anchor else 0.0, change)
 
     @torch.no_grad()
-    def take(self, fragments: set[int], before: Mapping[str, torch.Tensor] | None = None) -> None:
+    def take(self, fragments: set[int], before: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
         """Fetch the service's weights (anchors) of ``fragments``, and copy them into the model.
 
-        Collective in the group. Nothing changes if the group is not a member any more. With an
-        overlap, ``before`` are the weights when the delivery began. What the group has learned
-        since then is added to the fetched weights if the delivery was accepted.
+        Collective in the group. Nothing changes if the group is not a member any more. What the
+        group has learned since it had the weights ``before`` is added to the fetched weights.
         """
-        before = before if before and self.was_accepted else {}
-        targets = {name: self._weight(name) for name in self._outer.anchors}
+        targets = {name: self._weights(name) for name in self.anchors}
         targets |= {name: local_tensor(copy.detach()) for name, copy in frozen_copies(self._store).items()}
         wanted = {
             name: torch.empty(target.shape)
@@ -315,24 +271,19 @@ class ServedSteps:
         if self.service.is_lost():  # a service that starts again may have answered only some ranks
             return
         for name, value in wanted.items():
-            target = targets[name]
-            moved = target - before[name] if name in before else None
-            target.copy_(value)
-            if name in self._outer.anchors:
-                self._outer.anchors[name].copy_(value)
-            if moved is not None:  # keep what the group learned while the delivery was under way
-                target.add_(moved)
-        self._store.weights_changed()
+            target, anchor = targets[name], value.to(targets[name].device)
+            target.copy_(anchor + (target - before[name]) if name in before else anchor)
+            if name in self.anchors:
+                self.anchors[name].copy_(value)
 
     def enter(self, *, joins: bool) -> None:
         """Begin to take part in the run, with the service's weights. Collective in the group.
 
         If ``joins``, the group first becomes a member again, because it was dropped.
         """
-        self._under_way, is_lost = None, True
+        is_lost = True
         while is_lost:
             self.service.enter(joins=joins)
             self.take(set(self._fragments.values()))
             is_lost = joins = self.service.lost
-        for error in self._outer.errors.values():
-            error.zero_()
+        self.reset()

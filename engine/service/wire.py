@@ -13,9 +13,9 @@ import json
 import math
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
@@ -30,6 +30,7 @@ _WINDOW_SECONDS = 300.0  # by how many seconds the clocks of two hosts may diffe
 _SCALES = "scales of "  # the key of the scales begins with this, and ends with that of the integers
 TIME, NONCE, DIGEST, SIGNATURE = "X-SDP-Time", "X-SDP-Nonce", "X-SDP-Digest", "X-SDP-Signature"
 
+slice_of = TypeAdapter(Slice).validate_python  # raises ValueError
 Part = tuple[Slice, torch.Tensor, Compression]
 
 
@@ -58,12 +59,10 @@ class Signer:
 
     def accepts(self, path: str, headers: Mapping[str, str], now: float) -> bool:
         """Return whether a request is signed, recent, and not a copy of an earlier request."""
-        if not self.is_signed(path, headers):
+        is_recent = self.is_signed(path, headers) and abs(now - float(headers[TIME])) <= _WINDOW_SECONDS
+        if not is_recent or headers[NONCE] in self._nonces:
             return False
-        sent, nonce = float(headers[TIME]), headers[NONCE]
-        if not abs(now - sent) <= _WINDOW_SECONDS or nonce in self._nonces:
-            return False
-        self._nonces[nonce] = sent
+        self._nonces[headers[NONCE]] = float(headers[TIME])
         if len(self._nonces) > 10_000:
             self._nonces = {key: at for key, at in self._nonces.items() if now - at <= _WINDOW_SECONDS}
         return True
@@ -129,11 +128,3 @@ def unpack(body: bytes) -> dict[Slice, torch.Tensor]:
     except (SafetensorError, ValueError, KeyError, TypeError, RuntimeError, OverflowError):
         raise ServiceError("the message does not consist of slices of tensors") from None
     return found
-
-
-def slice_of(value: Any) -> Slice:
-    """Return the slice that ``value``, read from JSON, describes, or raise ValueError."""
-    name, offset, shape = value
-    if not isinstance(name, str) or not all(type(size) is int for size in (*offset, *shape)):
-        raise ValueError("a slice must have a name, an offset and a shape")
-    return Slice(name, tuple(offset), tuple(shape))

@@ -300,7 +300,8 @@ class OuterSteps:
         self.optimizer = make_outer_optimizer(sync, [*self.anchors.values()])
         self.errors: dict[str, torch.Tensor] = {}
         if sync.compression == "int8":
-            shared = [name for held in self._buckets.values() for names, _, group in held if group for name in names]
+            held = [bucket for of_fragment in self._buckets.values() for bucket in of_fragment]
+            shared = [name for names, holders, _ in held if len(holders) > 1 for name in names]
             self.errors = {name: torch.zeros_like(self.anchors[name]) for name in shared}
         self.is_swapped = False
 
@@ -448,13 +449,13 @@ class OuterSteps:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """A context in which the model has the anchors, and ``anchors`` has the model's weights."""
-        _swap(self.anchors, self._weights)
+        swap(self.anchors, self._weights)
         self.is_swapped = True
         try:
             yield
         finally:
             self.is_swapped = False
-            _swap(self.anchors, self._weights)
+            swap(self.anchors, self._weights)
 
     def nbytes(self) -> int:
         """Return the bytes of anchors, outer optimizer state and rounding errors on this rank."""
@@ -468,7 +469,8 @@ class OuterSteps:
 
 
 @torch.no_grad()
-def _swap(anchors: Mapping[str, torch.Tensor], weights: Callable[[str], torch.Tensor]) -> None:
+def swap(anchors: Mapping[str, torch.Tensor], weights: Callable[[str], torch.Tensor]) -> None:
+    """Exchange the values of ``anchors`` and of the tensors that ``weights`` returns by name."""
     for name, anchor in anchors.items():
         weight = weights(name)
         kept = weight.clone()

@@ -26,10 +26,8 @@ def read_token(path: Path | None) -> bytes:
         raise ConfigError(f"--token-file {path}: cannot be read ({shorten(error)})") from None
     token = (text or "").strip().encode()
     if len(token) < _FEWEST_CHARACTERS:
-        raise ConfigError(
-            f"{source}: the token of the service has {len(token)} characters, but needs {_FEWEST_CHARACTERS}; write "
-            "a random token to a file (openssl rand -hex 16) and give it with --token-file"
-        )
+        short = f"the token of the service has {len(token)} characters, but needs {_FEWEST_CHARACTERS}"
+        raise ConfigError(f"{source}: {short}; write one to a file (openssl rand -hex 16) for --token-file")
     return token
 
 
