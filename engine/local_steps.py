@@ -341,14 +341,14 @@ class LocalTraining:
 
     # -- with a service ----------------------------------------------------------------------------
 
-    def enter(self, *, joins: bool) -> int:
+    def enter(self) -> int:
         """Enter a run whose anchors a service keeps, and continue from the anchors.
 
-        Collective in the group. If ``joins`` is True, the service had dropped the group, which
-        first becomes a member again. Returns the number of steps that the run has taken.
+        Collective in the group. A group that the service had dropped becomes a member again.
+        Returns the number of steps that the run has taken.
         """
         assert self.local is not None
-        self.local.averages.enter(joins=joins)
+        self.local.averages.enter()
         self.outer_steps = self.service.closed
         return self._reached(0)
 
@@ -359,8 +359,8 @@ class LocalTraining:
         service.note_step(newest.loss if newest is not None else math.nan)
         averages.steps_since_start += 1
         status = service.poll()
-        if status["lost"]:
-            return self.enter(joins=True)
+        if service.lost:
+            return self.enter()
         if averages.fragment_under_way is not None and averages.steps_since_start >= self._sync.overlap:
             step = self._take_average()
         is_behind = status["closed"] > service.closed or (status["grace"] and status["closed"] == service.closed)
@@ -377,7 +377,7 @@ class LocalTraining:
         averages = self.local.averages
         self.last = self.local.arrive()
         if self.service.lost:
-            return self.enter(joins=True)
+            return self.enter()
         self.outer_steps = self.service.closed
         return self._reached(averages.steps_since_start if averages.was_accepted else 0)
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +41,7 @@ class Membership:
         assert sync.service is not None
         self.client, self._settings, self._rank = client, settings, rank
         self.leave = client.leave  # any rank may call it; later calls do nothing
-        self.schedule, self._seconds = Schedule(sync, steps), sync.service.heartbeat_seconds
+        self.schedule = Schedule(sync, steps)
         self.slot, self._ranks = -1, 1  # the group's number in the placement
         self.closed = 0  # the average whose anchors the group has
         self.lost = False  # what the ranks last agreed on; a heartbeat changes only the client's own flag
@@ -51,36 +50,45 @@ class Membership:
         # samples of one), "data_ranks", and what identifies the "data".
         self.start: dict[str, Any] = {}
         self._read = 0  # samples of the steps so far
-        self._begin_anew()
+        if rank == 0:
+            client.beat_every(sync.service.heartbeat_seconds)
 
-    def _begin_anew(self) -> None:
-        self._share, self._width, self._leased = list[int](), 0, 0  # its samples, and the number of shares
+    def agree(self, value: Any = None) -> Any:
+        """Return the ``value`` (JSON) of rank 0, and set :attr:`lost`. Collective in the group."""
+        answers = gather_json([value, self.client.is_lost])
+        self.lost = self.client.is_lost = any(is_lost for _, is_lost in answers)
+        return answers[0][0]
+
+    def _ask(self, action: str, **values: Any) -> dict[str, Any]:
+        """Let rank 0 send a request. Returns its answer, or {} if the group is :attr:`lost`."""
+        return self.agree(self.client.request(action, **values) if self._rank == 0 else {})
+
+    def join(self) -> None:
+        """Make the group a member of the run, in its earlier slot. Collective in the group."""
+        before = self.slot if self.slot >= 0 else None
+        if self._rank == 0:
+            self.slot = self.client.join(before, self._settings)
+            if before not in (None, self.slot):
+                raise ServiceError(f"place {before} of the run has another group now; start this group again")
+        answers = gather_json([self.slot, self.client.session])
+        self._ranks, (self.slot, self.client.session) = len(answers), answers[0]
+        self.client.is_lost = False
+
+    def enter(self) -> None:
+        """Begin to take part in rounds, with new data. Collective in the group.
+
+        A group that is :attr:`lost` first joins again. If the service starts again meanwhile, the
+        group is lost afterwards.
+        """
+        if self.lost:
+            self.join()
+            self.is_renewed = True
+        answer = self._ask("begin", **self.start)
+        self.closed, self._width = answer.get("closed", 0), answer.get("width", self.start["width"])
+        self._share, self._leased = list[int](), 0  # its samples, and the number of shares
         self._first = self._read  # how many samples it read before these
         self._delivered = [self._read] * self.schedule.fragments  # ``_read`` at the last delivery of each fragment
         self._losses, self._since = 0.0, time.monotonic()
-
-    def join(self) -> None:
-        """Make the group a member, and begin to send heartbeats. Collective in the group."""
-        if self._rank == 0:
-            self.slot = self.client.join(self.slot if self.slot >= 0 else None, self._settings)
-            self.client.beat_every(self._seconds)
-        answers = gather_json([self.slot, self.client.session])
-        self._ranks, (self.slot, self.client.session) = len(answers), answers[0]
-
-    def enter(self, *, joins: bool) -> None:
-        """Begin to take part in rounds, with new data. Collective in the group.
-
-        If ``joins``, the group first becomes a member again, because it was dropped. If the service
-        starts again meanwhile, the group is no member afterwards.
-        """
-        closed, self.is_renewed = None, joins
-        if self._rank == 0:
-            if joins and self.client.join(self.slot, self._settings) != self.slot:
-                raise ServiceError(f"place {self.slot} of the run has another group now; start this group again")
-            closed = self.client.request("begin", **self.start).get("closed")
-        closed, self.client.session = gather_json([closed, self.client.session])[0]
-        self.closed, self.client.is_lost = closed or 0, closed is None
-        self._begin_anew()
 
     def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
         """Yield where ``count`` of the group's samples are in the data: (first position, length).
@@ -98,18 +106,9 @@ class Membership:
         A group that is not a member any more gets arbitrary samples. It joins again after its next
         step, which then does not count.
         """
-        while (answer := self.client.request("lease", number=self._leased)).get("share") is None:
-            if self.client.is_lost:
-                answer = {"share": [0], "width": self._width or self.start["width"]}
-                break
-            time.sleep(0.1)
-        self._share += answer["share"]
-        self._width, self._leased = answer["width"], self._leased + 1
-
-    def is_lost(self) -> bool:
-        """Return whether the group is not a member any more. Collective in the group."""
-        self.lost = self.client.is_lost = any(gather_json(self.client.is_lost))
-        return self.lost
+        while (share := self.client.request("lease", number=self._leased).get("share", [0])) is None:
+            time.sleep(_POLL_SECONDS)
+        self._share, self._leased = self._share + share, self._leased + 1
 
     def note_step(self, loss: float) -> None:
         """Count the samples and the loss of a step, for the next delivery."""
@@ -118,22 +117,20 @@ class Membership:
         self._losses += loss * batch if math.isfinite(loss) else 0.0
 
     def poll(self) -> dict[str, Any]:
-        """Return the newest answer to a heartbeat, equal on all ranks. Collective in the group."""
-        return gather_json({"closed": 0, "grace": False, **self.client.status, "lost": self.client.is_lost})[0]
+        """Return the newest answer to a heartbeat, and set :attr:`lost`. Collective."""
+        return self.agree({"closed": 0, "grace": False, **self.client.status})
 
     def claim(self, step: int) -> bool:
         """Return whether this group evaluates the full model after ``step``. Collective."""
-        return bool(gather_json(self._rank == 0 and self.client.request("claim", step=step).get("mine"))[0])
+        return self._ask("claim", step=step).get("mine", False)
 
     def report(self, line: Mapping[str, Any]) -> bool:
         """Send the service a line of evaluations.jsonl. Collective in the group.
 
-        Returns False if the group has lost its membership meanwhile, so that the line does not
-        count.
+        Returns False if the group is :attr:`lost`, so that the line does not count.
         """
-        if self._rank == 0:
-            self.client.request("evaluation", line=dict(line))
-        return not self.is_lost()
+        self._ask("evaluation", line=dict(line))
+        return not self.lost
 
     def whole_units(self, infos: Sequence[TensorInfo], context: RankContext) -> dict[str, torch.Tensor]:
         """Fetch the parameters ``infos`` for an evaluation, and return them by name.
@@ -151,16 +148,17 @@ class Membership:
         """A context with the service's weights of a path in the model. Collective in the group."""
         others, names = store.layout.parameters_at(path), store.layout.parameters
         lent = {name: info for name in store.stepped if (info := others[names[name].path]).name != name}
+        weight = lambda name: local_tensor(store.stepped[name].tensor.detach())  # noqa: E731 (FSDP2 may move shards)
         store.reshard()
-        values = {name: torch.empty(_weight(store, name).shape) for name in lent}
+        values = {name: torch.empty(weight(name).shape) for name in lent}
         places = (_slice(store, name, value)._replace(name=lent[name].canonical) for name, value in values.items())
         self.client.fetch(zip(places, values.values(), strict=True))
-        swap(values, partial(_weight, store))
+        swap(values, weight)
         try:
             yield
         finally:
             store.reshard()
-            swap(values, partial(_weight, store))
+            swap(values, weight)
 
     def deliver(self, fragment: int, changes: Sequence[Part]) -> Future[None]:
         """Start to send this rank's changes of weights. The future is done when all are sent."""
@@ -179,20 +177,14 @@ class Membership:
         average contains the group's changes. Returns False if the group was late, or was dropped.
         A group that was dropped is :attr:`lost`.
         """
-        average, status = self.closed + 1, {"closed": -1, "accepted": 0}
+        average, status = self.closed + 1, {"closed": self.closed, "accepted": 0}
         sending.result()
         while self._rank == 0 and not self.client.is_lost and status["closed"] < average:
             time.sleep(_POLL_SECONDS)
             status |= self.client.request("heartbeat")
-        if self.is_lost():
-            return False
-        self.closed, accepted = gather_json([status["closed"], status["accepted"]])[0]
-        return accepted >= average == self.closed
-
-
-def _weight(store: GroupStore, name: str) -> torch.Tensor:
-    """Return this rank's shard of a parameter. FSDP2 may move the shard in memory later."""
-    return local_tensor(store.stepped[name].tensor.detach())
+        status = self.agree(status)
+        self.closed = status["closed"]
+        return not self.lost and status["accepted"] >= average == self.closed
 
 
 def _slice(store: GroupStore, name: str, tensor: torch.Tensor) -> Slice:
@@ -254,10 +246,10 @@ class ServedSteps(OuterSteps):
         return OuterFacts(fragment, change / anchor if anchor else 0.0, change)
 
     @torch.no_grad()
-    def take(self, fragments: set[int], before: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+    def take(self, fragments: set[int], before: Mapping[str, torch.Tensor] = MappingProxyType({})) -> bool:
         """Fetch the service's weights (anchors) of ``fragments``, and copy them into the model.
 
-        Collective in the group. Nothing changes if the group is not a member any more. What the
+        Collective in the group. Returns False, and changes nothing, if the group is lost. What the
         group has learned since it had the weights ``before`` is added to the fetched weights.
         """
         targets = {name: self._weights(name) for name in self.anchors}
@@ -268,22 +260,19 @@ class ServedSteps(OuterSteps):
             if self._fragments[name] in fragments and target.numel()
         }
         self.service.client.fetch((_slice(self._store, name, value), value) for name, value in wanted.items())
-        if self.service.is_lost():  # a service that starts again may have answered only some ranks
-            return
+        self.service.agree()
+        if self.service.lost:  # a service that starts again may have answered only some ranks
+            return False
         for name, value in wanted.items():
             target, anchor = targets[name], value.to(targets[name].device)
             target.copy_(anchor + (target - before[name]) if name in before else anchor)
             if name in self.anchors:
                 self.anchors[name].copy_(value)
+        return True
 
-    def enter(self, *, joins: bool) -> None:
-        """Begin to take part in the run, with the service's weights. Collective in the group.
-
-        If ``joins``, the group first becomes a member again, because it was dropped.
-        """
-        is_lost = True
-        while is_lost:
-            self.service.enter(joins=joins)
-            self.take(set(self._fragments.values()))
-            is_lost = joins = self.service.lost
+    def enter(self) -> None:
+        """Take part in the run (again), with the service's weights. Collective in the group."""
+        self.service.enter()
+        while not self.take(set(self._fragments.values())):
+            self.service.enter()
         self.reset()

@@ -281,7 +281,7 @@ class Trainer:
             "data_ranks": engine.dp_world_size,
             "data": " ".join([corpus.sha256, corpus.identity.get("router", "")]),
         }
-        steps = engine.local_training.enter(joins=False)
+        steps = engine.local_training.enter()
         engine.go_on_after(steps, samples=0, skipped=0)
         if engine.lr_scheduler is not None:
             engine.lr_scheduler.step(steps - 1)

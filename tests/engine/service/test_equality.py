@@ -115,7 +115,7 @@ def _member(case: Case, address: str) -> tuple[Any, Membership]:
     engine = sdp.initialize(model=models.build(case.model), config=config, service=service)[0]
     ranks = {"width": 2 * case.fsdp, "data_ranks": case.fsdp}
     service.start = {"micro_batches": case.accumulation, **ranks, "data": "data"}
-    engine.go_on_after(engine.local_training.enter(joins=False), 0, 0)
+    engine.go_on_after(engine.local_training.enter(), 0, 0)
     return engine, service
 
 
