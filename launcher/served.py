@@ -64,7 +64,7 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
     port, log_dir = free_port(), dump_dir / "logs"
     settings = {**search_path(), **thread_settings(groups * processes), "SDP_SERVICE_TOKEN": secrets.token_hex(32)}
     environ = child_environment(settings, loopback_settings() | (allocator_settings() if on_cpu else {}))
-    serve = ["serve", *words, "--bind", f"{LOOPBACK}:{port}", "--dump-dir", str(dump_dir), "--expect", str(groups)]
+    serve = ["serve", *words, "--bind", f"{LOOPBACK}:{port}", "--dump-dir", str(dump_dir)]
     data = ["--set", f"data.path={json.dumps(str((dump_dir / 'corpus').absolute()))}"] if makes_corpus else []
     train = ["train", *words, *data, "--service", f"{LOOPBACK}:{port}", "--nproc", str(processes), "--dump-dir"]
     started, before, code = list[_Process](), _config_time(dump_dir), None

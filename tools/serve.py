@@ -39,7 +39,7 @@ from ..models.registry import build_model
 from .runs.dataset import open_corpus
 from .runs.run_files import RunFiles, read_run
 from .runs.start_files import keep_start_files, with_absolute_paths, with_initial_model
-from .shared.arguments import add_config_arguments, positive_int
+from .shared.arguments import add_config_arguments
 from .train.loop.summary import write_summary
 from .train.process import set_up_logging
 from .train.service import certificates, read_token, settings_of, split_address
@@ -61,8 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tls-certificate", metavar="FILE", type=Path, help="encrypt with the certificates in FILE")
     parser.add_argument("--tls-key", metavar="FILE", type=Path, help="file with the certificate's private key")
-    text = "begin when N groups have joined (default: all, or when no further group joins for grace_seconds)"
-    parser.add_argument("--expect", metavar="N", type=positive_int, help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -74,11 +72,11 @@ def run(args: argparse.Namespace) -> int:
     tls = certificates(args.tls_certificate, args.tls_key)
     with closing(RunFiles(args.dump_dir, resume=True)) as files:
         set_up_logging(0, args.dump_dir)
-        return _Service(config, files, args.expect).serve(token, host, port, tls)
+        return _Service(config, files).serve(token, host, port, tls)
 
 
 class _Service:
-    def __init__(self, config: Config, files: RunFiles, expected: int | None):
+    def __init__(self, config: Config, files: RunFiles):
         self._config, self._files, self._dump_dir = config, files, files.dump_dir
         self._corpus = open_corpus(config, self._dump_dir)
         groups, sync, steps = config.sdp.groups, config.sdp.sync, config.training.steps
@@ -87,7 +85,7 @@ class _Service:
         self._layout = Layout.of(model, config, Mesh(groups))
         _refuse_buffers(model, self._layout, config.sdp.maskings)
         anchors = Anchors(self._layout, sync, first_weights(model, config, self._layout))
-        self._run = ServedRun(anchors, sync, steps, groups, config.data.tokens_per_sample, expected)
+        self._run = ServedRun(anchors, sync, steps, groups, config.data.tokens_per_sample)
         # Its state is a part of checkpoints.
         self._sampler = ResumableLoader(self._corpus.train, 1, data_ranks=groups, seed=config.training.seed).sampler
         self._saver, self._saved, self._started = Saver(alone=True, device=torch.device("cpu")), 0, time.monotonic()

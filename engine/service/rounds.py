@@ -24,6 +24,8 @@ from .data_order import DataOrder
 
 log = logging.getLogger("sdp")
 
+_START_SECONDS = 10.0  # by how many seconds processes that start together may differ
+
 
 class Schedule:
     """Says when each average is due, and which part of the model (fragment) it covers.
@@ -68,21 +70,15 @@ class Member:
 class ServedRun:
     """The state of a run in the service: living groups, the open average, data, and counters.
 
-    The run begins when ``expected`` groups have joined, or when no further group has joined
-    for ``wait_seconds``. If ``expected`` is None, all groups are expected, but the wait is only
-    ``grace_seconds``. In all methods, ``now`` is the time in seconds.
+    The run begins when all groups have begun, or when no further group has joined or begun for
+    ``grace_seconds`` (at least 10 s). In all methods, ``now`` is the time in seconds.
     """
 
-    def __init__(
-        self, anchors: Anchors, sync: SyncSection, steps: int, groups: int, tokens_per_sample: int,
-        expected: int | None = None,
-    ):  # fmt: skip
+    def __init__(self, anchors: Anchors, sync: SyncSection, steps: int, groups: int, tokens_per_sample: int):
         assert sync.service is not None
         self.anchors, self._service, self.groups = anchors, sync.service, groups
         self.wait_seconds = sync.service.wait_seconds
         self.schedule, self.tokens_per_sample = Schedule(sync, steps), tokens_per_sample
-        self._expected = expected or groups
-        self._patience = sync.service.grace_seconds if expected is None else sync.service.wait_seconds
         self.members: dict[str, Member] = {}  # by session
         self.order: DataOrder | None = None
         self.closed = self.late = 0  # numbers of averages so far, and of deliveries that came too late
@@ -235,8 +231,8 @@ class ServedRun:
         elif self._is_started and now - self._enough_at >= (service.grace_seconds if count else service.wait_seconds):
             self.problem = f"{count} groups live, fewer than sdp.sync.service.min_groups = {service.min_groups}"
         if not self._is_started:
-            is_waiting = len(living) < self._expected and now - self._changed < self._patience
-            self._is_started = len(living) == count >= service.min_groups and not is_waiting
+            waits = count < self.groups and now - self._changed < max(service.grace_seconds, _START_SECONDS)
+            self._is_started = len(living) == count >= service.min_groups and not waits
             return False
         if self.has_ended or self._is_closing or not self._deliveries:
             return False
@@ -294,8 +290,8 @@ class ServedRun:
 
         Samples that were assigned, but not delivered when ``state`` was saved, count as skipped.
         """
-        if state is not None:  # a continued run does not wait for groups that had failed before
+        if state is not None:
             self.closed, self.samples, self.late = state["closed"], state["samples"], state["late"]
-            self.orphans, self._patience = dict(state["orphans"]), self._service.grace_seconds
+            self.orphans = dict(state["orphans"])
         self.order = DataOrder(**order) if order is not None else None
         self.skipped_samples = (self.order.samples if self.order is not None else 0) - self.samples

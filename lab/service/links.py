@@ -36,7 +36,7 @@ def run(name: str, out: Path, settings: list[str], *, served: bool) -> Path:
     commands = []
     if served:
         service = f"{address(GROUPS)}:7900"
-        serve = [*sdp, "serve", *words, "--bind", service, "--dump-dir", str(out), "--expect", str(GROUPS)]
+        serve = [*sdp, "serve", *words, "--bind", service, "--dump-dir", str(out)]
         commands = [(GROUPS, serve, environ)]
     for rank in range(GROUPS):
         train = [*sdp, "train", *words, "--dump-dir", str(out / f"group-{rank}" if served else out)]

@@ -66,7 +66,7 @@ def main() -> int:
         if group == SLOW:
             threading.Thread(target=slow_down, args=(process,), daemon=True).start()
 
-    service = start("serve", str(CONFIG), *settings, "--bind", ADDRESS, "--dump-dir", str(run), "--expect", "4")
+    service = start("serve", str(CONFIG), *settings, "--bind", ADDRESS, "--dump-dir", str(run))
     try:
         while not (run / "config.json").exists() and service.poll() is None:
             time.sleep(0.2)

@@ -65,7 +65,7 @@ def served(
     assert config.sdp.sync is not None
     layout = Layout.of(model, config, Mesh(case.groups))
     anchors = Anchors(layout, config.sdp.sync, first_weights(model, config, layout))
-    run = ServedRun(anchors, config.sdp.sync, case.steps, case.groups, 1, case.groups)
+    run = ServedRun(anchors, config.sdp.sync, case.steps, case.groups, 1)
     lines: list[dict[str, Any]] = []
     started, ports, stop = threading.Event(), list[int](), list[int]()
 

@@ -29,7 +29,7 @@ SERVICE: dict[str, Any] = {"quorum": 0.5, "grace_seconds": 10.0, "heartbeat_seco
 class Clock:
     """A run, its members, and a time that moves when a test says so."""
 
-    def __init__(self, steps: int = 8, expected: int | None = 3, **sync: Any):
+    def __init__(self, steps: int = 8, **sync: Any):
         service = {**SERVICE, **sync.pop("service", {})}
         self.sync = SyncSection.model_validate({"every": 4, "service": service, **sync})
         model = models.build("mlp-of-3")
@@ -38,7 +38,7 @@ class Clock:
         layout = Layout.of(model, config, Mesh(3))
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         self.anchors = Anchors(layout, self.sync, weights)
-        self.run = ServedRun(self.anchors, self.sync, steps, 3, 10, expected)
+        self.run = ServedRun(self.anchors, self.sync, steps, 3, 10)
         self.now = 100.0
         self.members: list[Member] = []
 
@@ -173,14 +173,14 @@ def test_a_stopped_service_does_not_drop_its_groups() -> None:
 
 
 def test_a_run_starts_with_all_groups_or_after_the_grace() -> None:
-    clock = Clock(expected=None)
+    clock = Clock()
     clock.start(2)
     assert clock.run.lease(clock.members[0], 0) is None
     clock.pass_seconds(9.5)
     assert clock.run.lease(clock.members[0], 0) is None
     clock.pass_seconds(1)
     assert clock.run.lease(clock.members[0], 0) is not None
-    full = Clock(expected=None)
+    full = Clock()
     full.start(3)
     assert full.run.lease(full.members[0], 0) is not None
 

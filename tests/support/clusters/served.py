@@ -21,7 +21,7 @@ class ServedRun:
         self.hosts, self.run, address = hosts, run, f"10.77.0.1:{port}"
         (hosts.folder / "token").write_text("0123456789abcdef")
         words = ["small.json", *SETTINGS, "--token-file", "token"]
-        serve = [*SDP, "serve", *words, "--bind", address, "--expect", "2", "--dump-dir", run]
+        serve = [*SDP, "serve", *words, "--bind", address, "--dump-dir", run]
         self.group = [*SDP, "train", *words, "--service", address, "--dump-dir"]
         self.service = hosts.start(*serve, log=f"{run}.log")
 
