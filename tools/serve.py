@@ -147,13 +147,12 @@ class _Service:
 
         While that is still being written, wait for it, or return if ``block`` is False.
         """
+        run, config = self._run, self._config
         try:
-            self._saver.wait(block=block)
+            if not self._saver.wait(block=block) or run.closed == self._saved:
+                return
         except CheckpointError as error:
             log.error("WARNING: the last checkpoint was not written: %s; the previous one stays", error)
-        run, config = self._run, self._config
-        if run.closed == self._saved or self._saver.is_writing:
-            return
         self._saved = run.closed
         sync = {"outer_steps": run.closed, "steps_alone": 0, "under_way": None, "fragments": run.schedule.fragments}
         state = {

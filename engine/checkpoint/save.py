@@ -81,20 +81,16 @@ class Saver:
         ranks = Ranks(self._alone, self._group)
         self._pending = self._thread.submit(save, tensors=_copied(tensors), ranks=ranks)
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a save in the background has not been waited for."""
-        return self._pending is not None
-
-    def wait(self, *, block: bool = True) -> None:
+    def wait(self, *, block: bool = True) -> bool:
         """Wait until the save in the background has ended, and raise its error if it failed.
 
-        If ``block`` is False and the save still runs, return at once.
+        If ``block`` is False and the save still runs, return False at once.
         """
         pending = self._pending
         if pending is not None and (block or pending.done()):
             self._pending = None
             pending.result()
+        return self._pending is None
 
 
 def _copied(tensors: Mapping[str, Any]) -> dict[str, Any]:

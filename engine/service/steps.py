@@ -18,7 +18,7 @@ from ..distributed.collectives import local_tensor
 from ..errors import ServiceError
 from ..placement.tensor_info import Shard, TensorInfo
 from ..stores.store import GroupStore, RankContext, frozen_copies
-from ..sync.outer import Average, Compression, OuterFacts, OuterSteps, fragments_of, rounded, swap
+from ..sync.outer import Average, Compression, OuterFacts, OuterSteps, fragments_of, quantise, restore, swap
 from .anchors import Slice
 from .data_order import ranges
 from .rounds import Schedule
@@ -133,10 +133,7 @@ class Membership:
         return not self.lost
 
     def whole_units(self, infos: Sequence[TensorInfo], context: RankContext) -> dict[str, torch.Tensor]:
-        """Fetch the parameters ``infos`` for an evaluation, and return them by name.
-
-        The values are the service's weights. With tensor parallelism, each rank gets its own part.
-        """
+        """Fetch the service's weights of ``infos``, by name. A tensor-parallel rank gets its part."""
         found = {info.name: torch.zeros(info.tp_shape) for info in infos}
         shard = Shard(tp=context.at.tp)
         places = (Slice(info.canonical, info.offset(shard), tuple(info.tp_shape)) for info in infos)
@@ -162,13 +159,14 @@ class Membership:
 
     def deliver(self, fragment: int, changes: Sequence[Part]) -> Future[None]:
         """Start to send this rank's changes of weights. The future is done when all are sent."""
-        average, is_late = self.closed + 1, self.client.status.get("closed", 0) > self.closed
-        now, new_samples = time.monotonic(), self._read - max(self._delivered)
-        loss = self._losses / new_samples if new_samples else 0.0
-        facts = self._read - self._delivered[fragment], new_samples, loss, now - self._since
-        request = {"session": self.client.session, "average": average, "rank": self._rank, "ranks": self._ranks}
+        is_late = self.client.status.get("closed", 0) > self.closed
+        now, samples, new = time.monotonic(), self._read - self._delivered[fragment], self._read - max(self._delivered)
+        request = {
+            "session": self.client.session, "average": self.closed + 1, "rank": self._rank, "ranks": self._ranks,
+            "facts": [samples, new, self._losses / max(1, new), now - self._since],
+        }  # fmt: skip
         self._delivered[fragment], self._losses, self._since = self._read, 0.0, now
-        return self.client.start(self.client.deliver({**request, "facts": facts}, [] if is_late else changes))
+        return self.client.start(self.client.deliver(request, [] if is_late else changes))
 
     def await_close(self, sending: Future[None]) -> bool:
         """Wait until ``sending`` is done and the next average has ended. Collective in the group.
@@ -200,29 +198,31 @@ class ServedSteps(OuterSteps):
         super().__init__(sync, *args, **options)
         self._store, self.service = store, store.context.service
         self._fragments = fragments_of(store.layout, sync.fragments)
-        self._sending, self._norms = Future[None](), torch.zeros(3)
+        self._sending, self._facts = Future[None](), OuterFacts(0, 0.0, 0.0)
+        self._before: dict[str, torch.Tensor] = {}  # with overlap, the weights when the average started
         self.steps_since_start, self.was_accepted = 0, False
 
     @torch.no_grad()
     def start(self, fragment: int) -> None:
-        """Send this rank's changes of the weights in ``fragment``, in the background."""
-        changes, averages = list[Part](), list[Average]()
-        self._norms, self.steps_since_start = torch.zeros(3, dtype=torch.float64, device=self._device), 0
+        """Send this rank's changes of weights in ``fragment``, in the background. Collective."""
+        changes, norms = list[Part](), torch.zeros(3, dtype=torch.float64, device=self._device)
+        self._before, self.steps_since_start = {}, 0
         for names, holders, _ in self._buckets.get(fragment, ()):
             kind: Compression = self._sync.compression if len(holders) > 1 else "none"
-            before = [self._weights(name).clone() for name in names] if self._sync.overlap else None
-            averages.append(Average(names, [], None, before, keeps_weights=False))
+            self._before |= {name: self._weights(name).clone() for name in names if self._sync.overlap}
             moved = self._changes(names)
-            self._norms += self._squared_norms(averages[-1], moved)
+            norms += self._squared_norms(Average(names, [], None, None, keeps_weights=False), moved)
             for name, change in zip(names, moved, strict=True):
                 if not self._counts(name) or not change.numel():
                     continue
-                if name in self.errors:
-                    change, error = change + self.errors[name].to(change.device), torch.empty_like(change)
-                    rounded(change, error, kind)
-                    self.errors[name].copy_(error)
+                if name in self.errors:  # the rounding errors of the last delivery are sent, too
+                    change = change + self.errors[name].to(change.device)
+                    self.errors[name].copy_(change - restore(*quantise(change), change.shape))
                 changes.append((_slice(self._store, name, change), change.to("cpu", copy=True), kind))
-        self._under_way, self._sending = (fragment, averages), self.service.deliver(fragment, changes)
+        self._under_way, self._sending = (fragment, []), self.service.deliver(fragment, changes)
+        self._sum(norms)
+        moved, anchor, _ = norms.sqrt().tolist()
+        self._facts = OuterFacts(fragment, moved / anchor if anchor else 0.0, moved)
 
     @torch.no_grad()
     def arrive(self) -> OuterFacts:
@@ -232,18 +232,13 @@ class ServedSteps(OuterSteps):
         Then the averages of all these fragments replace the group's own weights.
         """
         assert self._under_way is not None, "start() must be called before arrive()"
-        (fragment, averages), self._under_way = self._under_way, None
-        started, first = self._clock(), self.service.closed + 1
+        self._under_way, started, first = None, self._clock(), self.service.closed + 1
         self.was_accepted = self.service.await_close(self._sending)
         if not self.service.lost:
-            kept = averages if self.was_accepted else []
-            before = {name: old for one in kept for name, old in zip(one.names, one.before or (), strict=False)}
-            closed = range(first, self.service.closed + 1)
-            self.take({self.service.schedule.fragment(average) for average in closed}, before)
+            closed = {self.service.schedule.fragment(average) for average in range(first, self.service.closed + 1)}
+            self.take(closed, self._before if self.was_accepted else {})
         self.exposed_seconds += self._clock() - started
-        self._sum(self._norms)
-        change, anchor, _ = self._norms.sqrt().tolist()
-        return OuterFacts(fragment, change / anchor if anchor else 0.0, change)
+        return self._facts
 
     @torch.no_grad()
     def take(self, fragments: set[int], before: Mapping[str, torch.Tensor] = MappingProxyType({})) -> bool:

@@ -138,21 +138,6 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(len(tensor), -1) if tensor.dim() > 1 and tensor.numel() else tensor.reshape(1, -1)
 
 
-def rounded(tensor: torch.Tensor, error: torch.Tensor | None, compression: Compression) -> torch.Tensor:
-    """Return ``tensor`` as other holders receive it, rounded to the format ``compression``.
-
-    With "int8", ``error`` is overwritten with the rounding error.
-    """
-    if compression == "bf16":
-        return tensor.bfloat16().float()
-    if compression == "int8":
-        assert error is not None
-        sent = restore(*quantise(tensor), tensor.shape)
-        error.copy_(tensor - sent)
-        return sent
-    return tensor
-
-
 class Rounds:
     """The schedule of local steps: after which step each fragment of the model is averaged.
 
