@@ -9,10 +9,10 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import ssl
 import time
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -42,12 +42,14 @@ from .runs.start_files import keep_start_files, with_absolute_paths, with_initia
 from .shared.arguments import add_config_arguments
 from .train.loop.summary import write_summary
 from .train.process import set_up_logging
-from .train.service import certificates, read_token, settings_of, split_address
+from .train.service import encryption, read_token, settings_of, split_address
 
 log = logging.getLogger("sdp")
 
 _ORDER = "data_order.json"  # the state of the data order, which changes between checkpoints
 _KEEP = 2  # checkpoints
+_ROUND = "step %(step)d/%(steps)d  round %(round)d  loss %(loss).4f  groups %(groups)d of %(alive)d  late %(late)d"
+_ROUND += "  skipped tokens %(skipped_tokens)d"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     if config.sdp.sync is None or config.sdp.sync.service is None:
         raise ConfigError(f'{args.config}: has no service; add "sdp": {{"sync": {{"every": 32, "service": {{}}}}}}')
     token, (host, port) = read_token(args.token_file), split_address(args.bind, "--bind")
-    tls = certificates(args.tls_certificate, args.tls_key)
+    tls = encryption(args.tls_certificate, args.tls_key, serves=True)
     with closing(RunFiles(args.dump_dir, resume=True)) as files:
         set_up_logging(0, args.dump_dir)
         return _Service(config, files).serve(token, host, port, tls)
@@ -97,15 +99,10 @@ class _Service:
     def serve(self, token: bytes, host: str, port: int, tls: ssl.SSLContext | None) -> int:
         """Serve until the run has ended or a signal comes. Returns the exit code."""
         run = self._run
-        server = Server(
-            run, token, settings_of(self._config),
-            on_closed=self._on_closed, on_dealt=self._write_order, on_evaluation=self._on_evaluation,
-        )  # fmt: skip
         try:
             with caught_signals() as received:
-                asyncio.run(
-                    server.serve(host, port, tls, lambda chosen: log.info("serving at %s:%d", host, chosen), received)
-                )
+                server = Server(run, token, settings_of(self._config), self._record)
+                asyncio.run(server.serve(host, port, tls, received))
         except OSError as error:
             raise ConfigError(f"--bind {host}:{port}: cannot listen ({error.strerror}); give another address") from None
         self._save(block=True)
@@ -118,29 +115,19 @@ class _Service:
         self._write_summary()
         return 0
 
-    # -- rounds ------------------------------------------------------------------------------------
-
-    def _on_closed(self, line: dict[str, Any]) -> None:
-        self._files.step(line)
-        loss = f"{line['loss']:.4f}" if line["loss"] is not None else "unknown"
-        log.info(
-            "step %d/%d  round %d  loss %s  groups %d of %d  late %d  skipped tokens %d",
-            line["step"], self._run.schedule.steps, line["round"], loss, line["groups"], line["alive"], line["late"],
-            line["skipped_tokens"],
-        )  # fmt: skip
-        if line["fragment"] == 0:
-            self._save(block=False)
-
-    def _on_evaluation(self, line: dict[str, Any]) -> None:
-        self._files.evaluation(line)
-        log.info("step %d: held-out loss %.4f (full model)", line["step"], line["loss"] or float("nan"))
-
-    def _write_order(self) -> None:
-        """Save which data the groups have, before a group learns of new data."""
-        assert self._run.order is not None
-        write_whole(self._dump_dir / _ORDER, json.dumps(asdict(self._run.order)))
-
-    # -- checkpoints -------------------------------------------------------------------------------
+    def _record(self, kind: str, line: dict[str, Any]) -> None:
+        """Write what the server reports, and save a checkpoint after each round."""
+        if kind == "order":
+            write_whole(self._dump_dir / _ORDER, json.dumps(line))
+        elif kind == "evaluation":
+            self._files.evaluation(line)
+            log.info("step %d: held-out loss %.4f (full model)", line["step"], line["loss"] or math.nan)
+        else:
+            self._files.step(line)
+            loss = math.nan if line["loss"] is None else line["loss"]
+            log.info(_ROUND, line | {"steps": self._run.schedule.steps, "loss": loss})
+            if line["fragment"] == 0:
+                self._save(block=False)
 
     def _save(self, *, block: bool) -> None:
         """Write a checkpoint in the background, and report if the previous one failed.

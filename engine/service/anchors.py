@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch import nn
 
 from ..config.method import SyncSection
 from ..errors import ServiceError, quote
@@ -58,22 +57,13 @@ class Anchors:
     """
 
     def __init__(self, layout: Layout, sync: SyncSection, values: Mapping[str, torch.Tensor]):
-        self.layout, self.fragments = layout, fragments_of(layout, sync.fragments)
+        self.layout, self._sync, self.fragments = layout, sync, fragments_of(layout, sync.fragments)
         self.weights = {name: values[name].detach().to(infos[0].dtype).clone() for name, infos in layout.wholes.items()}
-        self.momenta: dict[str, torch.Tensor] = {}
-        self._skips = {
-            name for name, info in layout.parameters.items() if sync.single_holder == "skip" and len(info.holders) == 1
-        }
-        # Each slice of neurons steps on its own, so its anchor and its momentum are views.
-        self._tensors: dict[str, nn.Parameter] = {}
-        for name, info in layout.parameters.items():
-            self._tensors[name] = nn.Parameter(self.weights[info.canonical][_box(info).indices()], requires_grad=False)
-        steps = [name for name, info in layout.parameters.items() if info.trainable and name not in self._skips]
-        self.optimizer = make_outer_optimizer(sync, [self._tensors[name] for name in steps])
-        for name in steps if sync.outer_optimizer.params.momentum else ():
-            info = layout.parameters[name]
-            momentum = self.momenta.setdefault(info.canonical, torch.zeros(info.full_shape))
-            self.optimizer.state[self._tensors[name]]["momentum_buffer"] = momentum[_box(info).indices()]
+        infos = layout.parameters.items()
+        self._skips = {name for name, info in infos if sync.single_holder == "skip" and len(info.holders) == 1}
+        stepped = [info for name, info in infos if info.trainable and name not in self._skips]
+        has_momentum = sync.outer_optimizer.params.momentum > 0
+        self.momenta = {info.canonical: torch.zeros(info.full_shape) for info in stepped if has_momentum}
         self._lock = threading.Lock()  # locked while anchors change
 
     def info_of(self, piece: Slice) -> TensorInfo:
@@ -125,13 +115,16 @@ class Anchors:
                 share = change.float() * (delivery.samples / max(1, together))
                 gradients[info.name][piece.indices(_box(info).offset)] += share.to(change.dtype)
         with self._lock:
-            for name, gradient in gradients.items():
+            for name, gradient in gradients.items():  # each slice of neurons steps on its own
+                info = self.layout.parameters[name]
+                anchor = self.weights[info.canonical][_box(info).indices()]
                 if name in self._skips:
-                    self._tensors[name].sub_(gradient)  # the holder's weights become the anchor
-                else:
-                    self._tensors[name].grad = gradient.float()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+                    anchor.sub_(gradient)  # the holder's weights become the anchor
+                    continue
+                optimizer, anchor.grad = make_outer_optimizer(self._sync, [anchor]), gradient.float()
+                if self.momenta:
+                    optimizer.state[anchor]["momentum_buffer"] = self.momenta[info.canonical][_box(info).indices()]
+                optimizer.step()
 
 
 def _box(info: TensorInfo) -> Slice:

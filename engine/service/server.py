@@ -8,6 +8,7 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .wire import DIGEST, MOST_BYTES, NONCE, Signer, fits, pack, slice_of, unpac
 
 log = logging.getLogger("sdp")
 
+Record = Callable[[str, dict[str, Any]], None]
 _TICK_SECONDS = 0.02
 _BODY_SECONDS = 120.0  # until the body of a request must have arrived
 
@@ -29,27 +31,20 @@ class Server:
     """Serves a run whose groups come and go, until the run has ended.
 
     Messages are signed with the ``token``, and all groups must have the ``settings`` (JSON).
-    ``on_closed`` is called after each average, with its line of metrics.jsonl, and
-    ``on_evaluation`` after each evaluation, with its line of evaluations.jsonl. ``on_dealt`` is
-    called when samples were assigned to a group, before the answer is sent to it.
+    ``record`` gets "average" with each line of metrics.jsonl, "evaluation" with each line of
+    evaluations.jsonl, and "order" with the data order, before a group gets new samples.
     """
 
-    def __init__(
-        self, run: ServedRun, token: bytes, settings: Mapping[str, Any], *, on_closed: Callable[[dict[str, Any]], None],
-        on_dealt: Callable[[], None], on_evaluation: Callable[[dict[str, Any]], None],
-    ):  # fmt: skip
-        self._run, self._signer, self._settings = run, Signer(token), settings
-        self._on_closed, self._on_dealt, self._on_evaluation = on_closed, on_dealt, on_evaluation
+    def __init__(self, run: ServedRun, token: bytes, settings: Mapping[str, Any], record: Record):
+        self._run, self._signer, self._settings, self._record = run, Signer(token), settings, record
         self._evaluated = -1  # the last step for which a group evaluates
-        self._refused = 0
-        self._data: str | None = None
+        self._refused, self._data = 0, ""
+        self.port = 0  # at which the server listens
 
-    async def serve(
-        self, host: str, port: int, tls: ssl.SSLContext | None, on_start: Callable[[int], None], stop: Sequence[int]
-    ) -> None:
+    async def serve(self, host: str, port: int, tls: ssl.SSLContext | None, stop: Sequence[int]) -> None:
         """Serve until the run has ended and its groups have left, or ``stop`` contains a signal.
 
-        If ``port`` is 0, the system chooses a free port. ``on_start`` is called with the port.
+        If ``port`` is 0, the system chooses a free port.
         """
         run, ended_at = self._run, None
         app = web.Application(client_max_size=MOST_BYTES)
@@ -58,14 +53,15 @@ class Server:
         await runner.setup()
         try:
             await web.TCPSite(runner, host, port, ssl_context=tls).start()
-            on_start(runner.addresses[0][1])
+            self.port = runner.addresses[0][1]
+            log.info("serving at %s:%d", host, self.port)
             while not stop:
                 if run.tick(now := time.monotonic()):
                     await asyncio.to_thread(run.anchors.step, *run.begin_close())
-                    await asyncio.to_thread(self._on_closed, run.finish_close(time.monotonic()))
+                    await asyncio.to_thread(self._record, "average", run.finish_close(time.monotonic()))
                 if run.has_ended:
                     ended_at = ended_at or now  # its living groups may be in a long step, or evaluate
-                    evaluates = any(member.pinned is not None for member in run.members.values())
+                    evaluates = any(member.pinned for member in run.members.values())
                     if not run.members or (now - ended_at > run.wait_seconds and not evaluates):
                         return
                 await asyncio.sleep(_TICK_SECONDS)
@@ -108,13 +104,13 @@ class Server:
                 self._data = self._data or str(request["data"])
                 if self._data != request["data"]:
                     raise ServiceError("this group has another corpus than the other groups; give all the same data")
-                micro_batches, width, ranks = (int(request[key]) for key in ("micro_batches", "width", "data_ranks"))
-                return {"closed": run.begin(member, micro_batches, width, ranks, now)}
+                counts = (int(request[key]) for key in ("micro_batches", "width", "data_ranks"))
+                return {"closed": run.begin(member, *counts, now=now), "width": run.order.width if run.order else 0}
             case "lease":
                 before, share = len(member.shares), run.lease(member, int(request["number"]))
-                if len(member.shares) > before:
-                    self._on_dealt()
-                return {"share": share, "width": run.order.width if run.order is not None else 0}
+                if len(member.shares) > before and run.order is not None:
+                    self._record("order", asdict(run.order))
+                return {"share": share}
             case "changes":
                 changes = await asyncio.to_thread(unpack, slices)
                 run.receive(member, int(request["average"]), changes, len(slices))
@@ -123,7 +119,11 @@ class Server:
                 facts = int(samples), int(new_samples), float(loss), float(seconds)
                 run.deliver(member, int(request["average"]), int(request["rank"]), int(request["ranks"]), facts)
             case "anchors":
-                return await asyncio.to_thread(self._read, request["slices"], member.pinned)
+                pieces = [slice_of(value) for value in request["slices"]]
+                if sum(4 * torch.Size(piece.shape).numel() for piece in pieces) > MOST_BYTES:
+                    raise ServiceError(f"an answer has at most {MOST_BYTES} bytes; request fewer slices")
+                found = await asyncio.to_thread(run.anchors.read, pieces, member.pinned)
+                return await asyncio.to_thread(pack, [(*part, "none") for part in zip(pieces, found, strict=True)])
             case "claim":  # the first group that asks evaluates the full model, with a copy of the anchors
                 is_first = int(request["step"]) > self._evaluated
                 if is_first:
@@ -132,7 +132,8 @@ class Server:
                 return {"mine": is_first}
             case "evaluation":
                 if member.pinned is not None:
-                    self._on_evaluation(request["line"] | {"tokens": run.samples * run.tokens_per_sample})
+                    tokens = run.samples * run.tokens_per_sample
+                    self._record("evaluation", request["line"] | {"tokens": tokens})
                 member.pinned = None
             case "leave":
                 run.drop(member.session, "left")
@@ -149,10 +150,3 @@ class Server:
             raise ServiceError(f"{where}: {both}; use the same configuration")
         member = self._run.join(request["slot"], now)
         return {"session": None} if member is None else {"session": member.session, "slot": member.slot}
-
-    def _read(self, slices: list[Any], snapshot: Mapping[str, torch.Tensor] | None) -> bytes:
-        pieces = [slice_of(value) for value in slices]
-        if sum(4 * torch.Size(piece.shape).numel() for piece in pieces) > MOST_BYTES:
-            raise ServiceError(f"an answer has at most {MOST_BYTES} bytes; request fewer slices")
-        found = self._run.anchors.read(pieces, snapshot)
-        return pack((piece, tensor, "none") for piece, tensor in zip(pieces, found, strict=True))

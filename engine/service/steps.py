@@ -133,7 +133,7 @@ class Membership:
         return not self.lost
 
     def whole_units(self, infos: Sequence[TensorInfo], context: RankContext) -> dict[str, torch.Tensor]:
-        """Fetch the service's weights of ``infos``, by name. A tensor-parallel rank gets its part."""
+        """Fetch the service's weights of ``infos``, by name. Tensor-parallel ranks get parts."""
         found = {info.name: torch.zeros(info.tp_shape) for info in infos}
         shard = Shard(tp=context.at.tp)
         places = (Slice(info.canonical, info.offset(shard), tuple(info.tp_shape)) for info in infos)

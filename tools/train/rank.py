@@ -33,7 +33,7 @@ from .failures import explained
 from .observer import MemoryProbe, Observer, Progress, RemoteFiles, open_monitors
 from .process import set_up_logging
 from .profiler import StepProfiler, parse_steps
-from .service import read_token, settings_of, split_address, trusted
+from .service import encryption, read_token, settings_of, split_address
 from .trainer import Trainer
 
 log = logging.getLogger("sdp")
@@ -187,7 +187,7 @@ def _membership(config: Config, options: argparse.Namespace, rank: int) -> Membe
     from ...engine.service.client import Client  # imports aiohttp
 
     split_address(options.service, "--service")
-    token, tls = read_token(options.token_file), trusted(options.tls_ca)
+    token, tls = read_token(options.token_file), encryption(options.tls_ca, serves=False)
     client = Client(options.service, token, sync.service.wait_seconds, tls)
     return Membership(client, sync, config.training.steps, settings_of(config), rank)
 

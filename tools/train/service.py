@@ -39,24 +39,20 @@ def split_address(address: str, option: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def trusted(path: Path | None) -> ssl.SSLContext | None:
-    """Return a TLS context that trusts the certificates in ``path``. None if ``path`` is None."""
-    try:
-        return ssl.create_default_context(cafile=path) if path is not None else None
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"--tls-ca {path}: cannot be used ({shorten(error)})") from None
+def encryption(certificates: Path | None, key: Path | None = None, *, serves: bool) -> ssl.SSLContext | None:
+    """Return a TLS context with the certificates that a service shows and groups trust.
 
-
-def certificates(certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """Return the service's TLS context, or None (no encryption) without a ``certificate``."""
-    if certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    Without ``certificates``, the result is None. Raises ConfigError if they cannot be used.
+    """
     try:
-        context.load_cert_chain(certificate, key)
+        if certificates is None or not serves:
+            return None if certificates is None else ssl.create_default_context(cafile=certificates)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificates, key)
+        return context
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"--tls-certificate {certificate}: cannot be used ({error}); also give --tls-key") from None
-    return context
+        option, remedy = ("--tls-certificate", "; also give --tls-key") if serves else ("--tls-ca", "")
+        raise ConfigError(f"{option} {certificates}: cannot be used ({shorten(error)}){remedy}") from None
 
 
 def settings_of(config: Config) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from sdp.engine.service.steps import Membership
 from sdp.engine.tracing.messages import Messages
 from sdp.tests.support import models
 from sdp.tests.support.cases import Case, engine_of, one_step
+from sdp.tests.support.processes import until
 from sdp.tests.support.ranks import RankPool
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -67,21 +68,12 @@ def served(
     anchors = Anchors(layout, config.sdp.sync, first_weights(model, config, layout))
     run = ServedRun(anchors, config.sdp.sync, case.steps, case.groups, 1)
     lines: list[dict[str, Any]] = []
-    started, ports, stop = threading.Event(), list[int](), list[int]()
-
-    def on_start(port: int) -> None:
-        ports.append(port)
-        started.set()
-
-    async def serve() -> None:
-        server = Server(run, TOKEN, {}, on_closed=lines.append, on_dealt=lambda: None, on_evaluation=lambda _: None)
-        await server.serve("127.0.0.1", port, tls, on_start, stop)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    server, stop = Server(run, TOKEN, {}, lambda kind, line: lines.extend([line] * (kind == "average"))), list[int]()
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve("127.0.0.1", port, tls, stop)))
     thread.start()
-    assert started.wait(30)
+    until(lambda: server.port > 0, 30)
     try:
-        yield run, f"127.0.0.1:{ports[0]}", lines
+        yield run, f"127.0.0.1:{server.port}", lines
     finally:
         stop.append(1)
         thread.join(30)

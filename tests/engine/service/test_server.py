@@ -22,7 +22,7 @@ from sdp.engine.service.client import Client
 from sdp.engine.service.wire import DIGEST, MOST_BYTES, SIGNATURE, TIME, Signer, pack, unpack
 from sdp.tests.engine.service.test_equality import TOKEN, served
 from sdp.tests.support.cases import Case
-from sdp.tools.train.service import certificates, trusted
+from sdp.tools.train.service import encryption
 
 CASE = Case(2, 1, steps=4, sync='{"every": 2}')
 
@@ -124,27 +124,30 @@ def test_tls_encrypts_for_groups_that_trust_the_certificate(tmp_path: Path) -> N
         subprocess.run(
             ["openssl", *words, "-addext", "subjectAltName=IP:127.0.0.1", *files], check=True, capture_output=True
         )
-    with served(CASE, tls=certificates(tmp_path / "mine.pem", tmp_path / "mine.key")) as (run, address, _):
-        with connection(address, tls=trusted(tmp_path / "mine.pem")) as client:
+    with served(CASE, tls=encryption(tmp_path / "mine.pem", tmp_path / "mine.key", serves=True)) as (run, address, _):
+        with connection(address, tls=encryption(tmp_path / "mine.pem", serves=False)) as client:
             assert client.join(None, {}) == 0
             anchor = torch.zeros(run.anchors.weights["stem.weight"].shape)
             client.fetch([(Slice("stem.weight", (0, 0), tuple(anchor.shape)), anchor)])
             assert torch.equal(anchor, run.anchors.weights["stem.weight"])
         why = "no encrypted connection .*--tls-ca"
-        with connection(address, tls=trusted(tmp_path / "other.pem")) as client, pytest.raises(ServiceError, match=why):
+        with (
+            connection(address, tls=encryption(tmp_path / "other.pem", serves=False)) as client,
+            pytest.raises(ServiceError, match=why),
+        ):
             client.join(None, {})
         with connection(address, wait_seconds=1.0) as client, pytest.raises(ServiceError, match="does not answer"):
             client.join(None, {})
     with (
         served(CASE) as (_, address, _),
-        connection(address, tls=trusted(tmp_path / "mine.pem")) as client,
+        connection(address, tls=encryption(tmp_path / "mine.pem", serves=False)) as client,
         pytest.raises(ServiceError, match=why),
     ):
         client.join(None, {})
     with pytest.raises(ConfigError, match=r"--tls-certificate .* cannot be used"):
-        certificates(tmp_path / "mine.pem", tmp_path / "other.key")
+        encryption(tmp_path / "mine.pem", tmp_path / "other.key", serves=True)
     with pytest.raises(ConfigError, match=r"--tls-ca .* cannot be used"):
-        trusted(tmp_path / "no.pem")
+        encryption(tmp_path / "no.pem", serves=False)
 
 
 def test_settings_must_be_equal() -> None:
