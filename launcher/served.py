@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import signal
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,24 +30,22 @@ class _Process:
         self.name, log = (f"group process {number}", f"group-{number}") if number else ("the service", "service")
         self._start = lambda: RankProcess.start(number, [*own_command(), *words], dict(environ), log_dir, name=log)
         self._number, self._most, self._ends = number, restarts, list[float]()
-        self.is_over, self.code = False, 0
-        self.rank = self._start()
+        self.rank, self.code = self._start(), None  # an exit code, once the process is not started again
 
     def look(self) -> None:
-        if self.is_over or not self.rank.has_ended():
+        if self.code is not None or not self.rank.has_ended():
             return
-        failure = self.rank.failure()
-        self.code = failure.exit_code if failure is not None else 0
-        self._ends = [end for end in self._ends if time.monotonic() - end < _HOUR]
+        failure, ends = self.rank.failure(), [end for end in self._ends if time.monotonic() - end < _HOUR]
+        code = failure.exit_code if failure is not None else 0
         says_why = failure is not None and self._number == 0 and failure.is_known
-        if self.code in (0, 2) or says_why or len(self._ends) >= self._most:
-            self.is_over = True
+        if code in (0, 2) or says_why or len(ends) >= self._most:
+            self.code = code
             if failure is not None:
-                show(failure.text.rstrip() or f"sdp: error: {self.name} ended with exit code {self.code}")
+                show(failure.text.rstrip() or f"sdp: error: {self.name} ended with exit code {code}")
                 say(f"{self.name} is not started again; its log: {self.rank.log}")
             return
-        self._ends.append(time.monotonic())
-        say(f"{self.name} ended with exit code {self.code}: restart {len(self._ends)} of {self._most} in this hour")
+        self._ends = [*ends, time.monotonic()]
+        say(f"{self.name} ended with exit code {code}: restart {len(self._ends)} of {self._most} in this hour")
         self.rank.forget()
         self.rank = self._start()
 
@@ -67,7 +66,7 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
     serve = ["serve", *words, "--bind", f"{LOOPBACK}:{port}", "--dump-dir", str(dump_dir)]
     data = ["--set", f"data.path={json.dumps(str((dump_dir / 'corpus').absolute()))}"] if makes_corpus else []
     train = ["train", *words, *data, "--service", f"{LOOPBACK}:{port}", "--nproc", str(processes), "--dump-dir"]
-    started, before, code = list[_Process](), _config_time(dump_dir), None
+    started, code = list[_Process](), None
     with caught_signals() as received:
         try:
             started.append(service := _Process(0, serve, environ, log_dir, restarts))
@@ -75,14 +74,13 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
                 time.sleep(_POLL_SECONDS)
                 for process in started:
                     process.look()
-                # A new file: the service has prepared the data. A run that goes on has an old one.
-                if len(started) == 1 and _config_time(dump_dir) != before:
+                if len(started) == 1 and _listens(port):  # the service has prepared the data
                     for group in range(1, groups + 1):
                         directory = str(dump_dir / "groups" / str(group))
                         started.append(_Process(group, [*train, directory], environ, log_dir, restarts))
-                failed = [process.code for process in started[1:] if process.is_over and process.code]
-                if service.is_over or 2 in failed or len(failed) == groups:
-                    code = service.code if service.is_over else 2 if 2 in failed else 1
+                failed, code = [process.code for process in started[1:] if process.code], service.code
+                if code is None and (2 in failed or len(failed) == groups):
+                    code = 2 if 2 in failed else 1
             if received:
                 say(f"{signal.Signals(received[0]).name} received, ending {len(started)} processes")
             known, running = len(received), [process.rank for process in started if not process.rank.has_ended()]
@@ -96,6 +94,6 @@ def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes
                 process.rank.forget()
 
 
-def _config_time(dump_dir: Path) -> int:
-    file = dump_dir / "config.json"
-    return file.stat().st_mtime_ns if file.exists() else 0
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0

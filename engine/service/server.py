@@ -24,6 +24,7 @@ log = logging.getLogger("sdp")
 
 Record = Callable[[str, dict[str, Any]], None]
 _TICK_SECONDS = 0.02
+_WAIT_SECONDS = 2.0
 _BODY_SECONDS = 120.0  # until the body of a request must have arrived
 
 
@@ -137,8 +138,10 @@ class Server:
                 member.pinned = None
             case "leave":
                 run.drop(member.session, "left")
-            case "heartbeat":
-                pass
+            case "heartbeat":  # may ask to wait until an average has ended
+                average = int(request.get("average", 0))
+                while run.closed < average and time.monotonic() - now < _WAIT_SECONDS:
+                    await asyncio.sleep(_TICK_SECONDS)
             case _:
                 raise ServiceError("the service has no such request")
         return run.status(member)

@@ -27,7 +27,7 @@ from .wire import Part
 if TYPE_CHECKING:
     from .client import Client  # imports aiohttp
 
-_POLL_SECONDS = 0.1  # between two questions whether an average has ended
+_POLL_SECONDS = 0.1  # between two questions whether the run has started
 
 
 class Membership:
@@ -178,8 +178,7 @@ class Membership:
         average, status = self.closed + 1, {"closed": self.closed, "accepted": 0}
         sending.result()
         while self._rank == 0 and not self.client.is_lost and status["closed"] < average:
-            time.sleep(_POLL_SECONDS)
-            status |= self.client.request("heartbeat")
+            status |= self.client.request("heartbeat", average=average)
         status = self.agree(status)
         self.closed = status["closed"]
         return not self.lost and status["accepted"] >= average == self.closed
