@@ -23,7 +23,6 @@ from ..engine.checkpoint.load import find, load
 from ..engine.checkpoint.save import Saver
 from ..engine.checkpoint.state import weights_of
 from ..engine.config.load import load_config
-from ..engine.config.method import Masking
 from ..engine.config.schema import Config
 from ..engine.construct import first_weights
 from ..engine.distributed.mesh import Mesh
@@ -55,12 +54,8 @@ _ROUND += "  skipped tokens %(skipped_tokens)d"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, "the run's JSON file, with a section sdp.sync.service")
     parser.add_argument("--bind", metavar="HOST:PORT", required=True, help="address at which the service listens")
-    parser.add_argument(
-        "--dump-dir", metavar="DIR", type=Path, required=True, help="directory of the run's files; a run there goes on"
-    )
-    parser.add_argument(
-        "--token-file", metavar="FILE", type=Path, help="file with the groups' secret (or set SDP_SERVICE_TOKEN)"
-    )
+    parser.add_argument("--dump-dir", metavar="DIR", type=Path, required=True, help="run's folder; a run there goes on")
+    parser.add_argument("--token-file", metavar="FILE", type=Path, help="file with the secret (or SDP_SERVICE_TOKEN)")
     parser.add_argument("--tls-certificate", metavar="FILE", type=Path, help="encrypt with the certificates in FILE")
     parser.add_argument("--tls-key", metavar="FILE", type=Path, help="file with the certificate's private key")
 
@@ -85,8 +80,13 @@ class _Service:
         assert sync is not None and steps is not None
         model = build_model(config.model, **self._corpus.facts)
         self._layout = Layout.of(model, config, Mesh(groups))
-        _refuse_buffers(model, self._layout, config.sdp.maskings)
+        blocks = tuple(f"{name}." for name in self._layout.blocks) if "forward" in config.sdp.maskings else ()
+        buffers = [*self._layout.buffers, *(name for name, _ in model.named_buffers() if name.startswith(blocks))]
+        if buffers:
+            raise ModelError(f"{buffers[0]}: is a buffer, which sdp.sync.service does not keep; use another model")
         anchors = Anchors(self._layout, sync, first_weights(model, config, self._layout))
+        momenta = {f"outer/{name}/momentum_buffer": value for name, value in anchors.momenta.items()}
+        self._tensors = weights_of(anchors.weights) | momenta  # by key of a checkpoint; outer steps change them
         self._run = ServedRun(anchors, sync, steps, groups, config.data.tokens_per_sample)
         # Its state is a part of checkpoints.
         self._sampler = ResumableLoader(self._corpus.train, 1, data_ranks=groups, seed=config.training.seed).sampler
@@ -152,7 +152,7 @@ class _Service:
             "client_state": {**self._corpus.identity, "service": run.state_dict()}, "spikes": {}, "sync": sync,
         }  # fmt: skip
         self._saver.save(
-            self._dump_dir / "checkpoints", f"step-{run.step}", _by_key(run.anchors), state,
+            self._dump_dir / "checkpoints", f"step-{run.step}", self._tensors, state,
             parameters=self._layout.wholes, background=True, keep=_KEEP,
         )  # fmt: skip
 
@@ -166,7 +166,7 @@ class _Service:
         path, state = found
         if "service" not in state["client_state"]:
             raise CheckpointError(f"{path}: was not written by a service; name another --dump-dir")
-        load(path, _by_key(run.anchors), state["files"], alone=True)
+        load(path, self._tensors, state["files"], alone=True)
         run.load_state_dict(state["client_state"]["service"], dealt)
         self._saved = run.closed
         self._files.restart(run.step)
@@ -174,30 +174,14 @@ class _Service:
         log.info("continues from %s; %d samples count as skipped", path, run.skipped_samples)
 
     def _write_summary(self) -> None:
-        run, placement, seconds = self._run, self._layout.placement, time.monotonic() - self._started
+        run, seconds = self._run, time.monotonic() - self._started
         tokens = run.samples * run.tokens_per_sample
-        held = [placement.held_fraction(group) for group in range(placement.groups)]
         parameters = sum(info.numel for info in self._layout.parameters.values())
         losses = [line.get("loss") for line in read_run(self._dump_dir).evaluations] or [None]
         summary = {
             "steps": run.step, "tokens": tokens, "samples": run.samples, "skipped_samples": run.skipped_samples,
             "late": run.late, "seconds": seconds, "tokens_per_second": tokens / seconds,
             "model": {"name": self._config.model["name"], "parameters": parameters},
-            "layout": {"sdp": placement.groups, "capacity": sum(held) / len(held)},
-            "held_out": {"before": losses[0], "after": losses[-1]},
-            "corpus": {"sha256": self._corpus.sha256, "path": str(self._corpus.path)}, "ranks": [],
+            "layout": {"sdp": run.groups}, "held_out": {"before": losses[0], "after": losses[-1]}, "ranks": [],
         }  # fmt: skip
         write_summary(self._files, summary)
-
-
-def _by_key(anchors: Anchors) -> dict[str, Any]:
-    momenta = {f"outer/{name}/momentum_buffer": value for name, value in anchors.momenta.items()}
-    return weights_of(anchors.weights) | momenta
-
-
-def _refuse_buffers(model: torch.nn.Module, layout: Layout, maskings: tuple[Masking, ...]) -> None:
-    """Raise ModelError for a model with buffers, which the service does not keep."""
-    blocks = tuple(f"{name}." for name in layout.blocks)
-    guests = [name for name, _ in model.named_buffers() if name.startswith(blocks) and "forward" in maskings]
-    if found := [*layout.buffers, *guests]:
-        raise ModelError(f"{found[0]}: is a buffer, which sdp.sync.service does not keep; use a model without buffers")

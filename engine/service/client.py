@@ -41,17 +41,19 @@ class Client:
     """
 
     def __init__(self, address: str, token: bytes, wait_seconds: float, tls: ssl.SSLContext | None = None):
-        self.address, self._signer, self._wait_seconds, self._tls = address, Signer(token), wait_seconds, tls
+        self.address, self._signer, self._wait_seconds = address, Signer(token), wait_seconds
         self.session, self.is_lost = "", False
         self.status: dict[str, Any] = {}  # the newest answer to a heartbeat
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="service", daemon=True).start()
-        self._http = self.start(self._open()).result()
+        self._http = self.start(self._open(tls)).result()
 
-    async def _open(self) -> aiohttp.ClientSession:
-        limit = aiohttp.ClientTimeout(total=_REQUEST_SECONDS, sock_connect=10.0)
-        # An answer that is unpacked here could become gigabytes.
-        return aiohttp.ClientSession(timeout=limit, headers={"Accept-Encoding": "identity"}, auto_decompress=False)
+    async def _open(self, tls: ssl.SSLContext | None) -> aiohttp.ClientSession:
+        return aiohttp.ClientSession(
+            f"http{'s' * (tls is not None)}://{self.address}", connector=aiohttp.TCPConnector(ssl=tls or True),
+            timeout=aiohttp.ClientTimeout(total=_REQUEST_SECONDS, sock_connect=10.0),
+            headers={"Accept-Encoding": "identity"}, auto_decompress=False,  # an answer could become gigabytes
+        )  # fmt: skip
 
     def close(self) -> None:
         """End the connection and its thread."""
@@ -72,7 +74,7 @@ class Client:
         Raises:
             ServiceError: The service refuses, or does not answer for ``wait_seconds``.
         """
-        waits_until, has_warned = time.monotonic() + self._wait_seconds, False
+        waits_until, warn = time.monotonic() + self._wait_seconds, log.warning
         while True:
             try:
                 return await self._post_once(action, request, slices)
@@ -84,16 +86,14 @@ class Client:
                 if time.monotonic() > waits_until:
                     seconds = f"{self._wait_seconds:g} s ({shorten(error)})"
                     raise ServiceError(f"{problem} for {seconds}; start it again with sdp serve") from None
-                if not has_warned:
-                    log.warning("%s (%s); waiting for it", problem, shorten(error))
-                has_warned = True
+                warn("%s (%s); waiting for it", problem, shorten(error))
+                warn = log.debug  # once is enough
                 await asyncio.sleep(_PAUSE_SECONDS)
 
     async def _post_once(self, action: str, request: dict[str, Any], slices: bytes = b"") -> Any:
         content = json.dumps(request).encode() + (b"\n" + slices if slices else b"")
         headers = self._signer.headers(action, content, time.time())
-        url = f"http{'s' if self._tls else ''}://{self.address}/{action}"
-        async with self._http.post(url, data=content, headers=headers, ssl=self._tls or True) as response:
+        async with self._http.post(f"/{action}", data=content, headers=headers) as response:
             if response.status == 401:
                 raise ServiceError(f"the service at {self.address} has another token, or the clocks differ by minutes")
             is_answer = response.headers.get(NONCE) == headers[NONCE]

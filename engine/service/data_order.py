@@ -1,9 +1,4 @@
-"""Assigns the data of a run to groups that come and go.
-
-The positions of the run's data order are divided into blocks. A block has the samples that all
-groups read in one round. If all groups are present, group g reads share g of each block. So every
-group then reads the same samples as in a run without the service. A share is assigned only once.
-"""
+"""Assigns the data of a run to groups that come and go. Each sample is assigned only once."""
 
 from __future__ import annotations
 
@@ -30,9 +25,11 @@ def ranges(share: Sequence[int], width: int, start: int, count: int) -> Iterator
 class DataOrder:
     """Remembers which samples are assigned to groups. All attributes are JSON.
 
-    Samples are assigned in shares. A share has ``micro_batches`` micro-batches of ``width``
-    samples, and is a list of the positions in the data at which the micro-batches begin. Share g
-    belongs to path g mod ``paths``: only groups of this path get the share, and its positions are
+    The data order is divided into blocks: the samples that all groups read in one round. A block
+    has a share for each group, with ``micro_batches`` micro-batches of ``width`` samples. A share
+    is a list of the positions in the data at which its micro-batches begin. If all groups are
+    present, group g gets share g of each block, the same samples as without the service. Share g
+    belongs to path g mod ``paths``: only groups of this path get it, and its positions are
     positions in the data of this path.
     """
 

@@ -81,18 +81,17 @@ class ServedRun:
         self.schedule, self.tokens_per_sample = Schedule(sync, steps), tokens_per_sample
         self.members: dict[str, Member] = {}  # by session
         self.order: DataOrder | None = None
-        self.closed = self.late = 0  # numbers of averages so far, and of deliveries that came too late
-        self.samples = self.skipped_samples = 0  # samples that were counted, and samples that were skipped
+        self.closed = self.late = 0  # averages so far, and deliveries that came too late
+        self.samples = self.skipped_samples = 0  # that were counted, and that were skipped
         self.data_ranks = 1  # of the group that began last
         self.problem: str | None = None  # why the run has ended before its last step
         self.orphans: dict[str, int] = {}  # units that no holder delivered, with the number of the first such average
         self._deliveries: list[Delivery] = []  # of the open average
         self._is_closing = self._is_started = False
-        self._changed = -math.inf  # when a group last joined or began
         self._closed_at: float | None = None
-        self._ticked = math.inf
         self._grace_ends: float | None = None
-        self._enough_at = 0.0  # when enough groups lived last
+        self._changed = self._enough_at = 0.0  # when a group last joined or began, and when enough groups lived last
+        self._ticked = math.inf
 
     @property
     def step(self) -> int:
@@ -109,7 +108,7 @@ class ServedRun:
         """Add a group to the run, and return it as a member, or None if the run has all groups.
 
         The group gets the number ``slot`` in the placement if it is free, and otherwise the first
-        free number. If the run has ended, ServiceError is raised.
+        free number. Raises ServiceError if the run has ended.
         """
         if self.has_ended:
             raise ServiceError("the run has ended")
@@ -153,10 +152,7 @@ class ServedRun:
         return self.closed
 
     def lease(self, member: Member, number: int) -> list[int] | None:
-        """Return one of the member's shares of the data, by its ``number`` from 0.
-
-        All ranks of a group get the same shares. If the run has not started, the result is None.
-        """
+        """Return the member's share of the data by its number from 0. None before the run starts."""
         assert self.order is not None
         if number > (following := len(member.shares)):
             raise ServiceError(f"share {number} of the data was requested before share {following}; request in order")
@@ -176,11 +172,10 @@ class ServedRun:
     def deliver(
         self, member: Member, average: int, rank: int, ranks: int, facts: tuple[int, int, float, float]
     ) -> None:
-        """Record that one rank of a group has sent all its changes of weights.
+        """Record that one of the ``ranks`` ranks of a group has sent all its changes of weights.
 
-        The delivery counts when all ``ranks`` ranks of the group have sent their changes. If the
-        average is not open any more, the group's samples count as skipped. ``facts`` are samples,
-        new samples, loss and seconds. Only the facts of rank 0 are used.
+        The delivery counts when all have. If the average is not open any more, the group's samples
+        count as skipped. ``facts`` are samples, new samples, loss and seconds, used of rank 0 only.
         """
         if member.accepted >= average:
             return
@@ -199,10 +194,9 @@ class ServedRun:
         if is_late:
             self.late += delivery.samples > 0  # once, with the facts of rank 0
             self.skipped_samples += settled
-            return
-        member.accepted = average
-        self.samples += settled
-        self._deliveries.append(delivery)
+        else:
+            member.accepted, self.samples = average, self.samples + settled
+            self._deliveries.append(delivery)
 
     def _is_open(self, average: int) -> bool:
         return average == self.closed + 1 and not self._is_closing and not self.has_ended
@@ -215,10 +209,7 @@ class ServedRun:
     # -- time --------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> bool:
-        """Drop groups that are gone, and begin the run or a grace period when it is time.
-
-        Returns whether the open average must close now.
-        """
+        """Drop groups that are gone, and return whether the open average must close now."""
         service, was_stopped = self._service, now - self._ticked > self._service.heartbeat_seconds
         self._ticked = now
         for session, member in list(self.members.items()):
@@ -273,10 +264,8 @@ class ServedRun:
         holders = {info.unit: info.holders for info in infos if self.anchors.fragments[info.name] == fragment}
         for unit, groups in holders.items():
             if slots & set(groups):
-                if self.orphans.pop(unit, None) is not None:
-                    log.info("unit %s is trained again", unit)
-            elif unit not in self.orphans:
-                self.orphans[unit] = self.closed
+                self.orphans.pop(unit, None)
+            elif self.orphans.setdefault(unit, self.closed) == self.closed:
                 log.warning("unit %s: no changes came in time from holders %s; its weights do not change", unit, groups)
 
     # -- state -------------------------------------------------------------------------------------

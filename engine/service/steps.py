@@ -91,10 +91,7 @@ class Membership:
         self._losses, self._since = 0.0, time.monotonic()
 
     def ranges(self, start: int, count: int) -> Iterator[tuple[int, int]]:
-        """Yield where ``count`` of the group's samples are in the data: (first position, length).
-
-        ``start`` is the number of samples that the group reads before these.
-        """
+        """Yield where the group's samples from ``start`` on are: (first position, length)."""
         start -= self._first
         while len(self._share) * self._width < start + count:
             self.lease()
@@ -103,8 +100,7 @@ class Membership:
     def lease(self) -> None:
         """Get one more share of the data from the service, once the run has started.
 
-        A group that is not a member any more gets arbitrary samples. It joins again after its next
-        step, which then does not count.
+        A lost group gets arbitrary samples. It joins again after its step, which does not count.
         """
         while (share := self.client.request("lease", number=self._leased).get("share", [0])) is None:
             time.sleep(_POLL_SECONDS)
@@ -125,10 +121,7 @@ class Membership:
         return self._ask("claim", step=step).get("mine", False)
 
     def report(self, line: Mapping[str, Any]) -> bool:
-        """Send the service a line of evaluations.jsonl. Collective in the group.
-
-        Returns False if the group is :attr:`lost`, so that the line does not count.
-        """
+        """Send a line of evaluations.jsonl. Returns whether it counts: not if the group is lost."""
         self._ask("evaluation", line=dict(line))
         return not self.lost
 
@@ -171,9 +164,8 @@ class Membership:
     def await_close(self, sending: Future[None]) -> bool:
         """Wait until ``sending`` is done and the next average has ended. Collective in the group.
 
-        Sets :attr:`closed` to the number of the newest average that has ended. Returns True if this
-        average contains the group's changes. Returns False if the group was late, or was dropped.
-        A group that was dropped is :attr:`lost`.
+        Sets :attr:`closed` to the number of the newest average that has ended. Returns whether this
+        average contains the group's changes: not if the group was late, or is :attr:`lost`.
         """
         average, status = self.closed + 1, {"closed": self.closed, "accepted": 0}
         sending.result()

@@ -58,10 +58,10 @@ def encryption(certificates: Path | None, key: Path | None = None, *, serves: bo
 def settings_of(config: Config) -> dict[str, Any]:
     """Return the settings that must be equal in the service and in all groups, as JSON values."""
     whole = config.resolved()
-    kept = ("sdp", "model", "optimizer", "scheduler", "gradient_clipping", "train_batch_size")
-    settings = {key: whole[key] for key in kept}
-    settings["model"] = {key: value for key, value in whole["model"].items() if key != "path"}
-    settings |= {"training": {key: whole["training"][key] for key in ("steps", "seed", "loss_weighting")}}
-    weights = [source["weight"] for source in whole["data"]["sources"] or ()]
-    settings |= {"data": {"sequence_length": whole["data"]["sequence_length"], "weights": weights}}
-    return settings
+    data, weights = whole["data"], [source["weight"] for source in whole["data"]["sources"] or ()]
+    kept = ("sdp", "optimizer", "scheduler", "gradient_clipping", "train_batch_size")
+    return {key: whole[key] for key in kept} | {
+        "model": {key: value for key, value in whole["model"].items() if key != "path"},
+        "training": {key: whole["training"][key] for key in ("steps", "seed", "loss_weighting")},
+        "data": {"sequence_length": data["sequence_length"], "weights": weights},
+    }
