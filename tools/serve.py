@@ -130,10 +130,7 @@ class _Service:
                 self._save(block=False)
 
     def _save(self, *, block: bool) -> None:
-        """Write a checkpoint in the background, and report if the previous one failed.
-
-        While that is still being written, wait for it, or return if ``block`` is False.
-        """
+        """Write a checkpoint in the background, after the previous one (``block``) or not at all."""
         run, config = self._run, self._config
         try:
             if not self._saver.wait(block=block) or run.closed == self._saved:

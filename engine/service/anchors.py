@@ -82,11 +82,10 @@ class Anchors:
             whole = self.weights if snapshot is None else snapshot
             return [whole[piece.name][piece.indices()].clone() for piece in pieces if self.info_of(piece)]
 
-    def snapshot(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Return copies of the weights and the momenta. Later outer steps do not change them."""
+    def snapshot(self) -> dict[str, torch.Tensor]:
+        """Return copies of the weights. Later outer steps do not change them."""
         with self._lock:
-            weights = {name: tensor.clone() for name, tensor in self.weights.items()}
-            return weights, {name: tensor.clone() for name, tensor in self.momenta.items()}
+            return {name: tensor.clone() for name, tensor in self.weights.items()}
 
     def check(self, slot: int, fragment: int, changes: Mapping[Slice, torch.Tensor]) -> None:
         """Raise ServiceError unless ``changes`` are all that a group trains of ``fragment``."""

@@ -111,8 +111,6 @@ class Client:
             raise ServiceError(str(parse_json(answer.decode())["error"]))
         return answer if action == "anchors" else parse_json(answer.decode())
 
-    # -- membership --------------------------------------------------------------------------------
-
     def join(self, slot: int | None, settings: dict[str, Any]) -> int:
         """Make this group a member of the run, and return its slot (its number in the placement).
 
@@ -144,8 +142,6 @@ class Client:
                     self.status = status if status and session == self.session else self.status
 
         self.start(beat())
-
-    # -- tensors -----------------------------------------------------------------------------------
 
     async def deliver(self, request: dict[str, Any], changes: Iterable[Part]) -> None:
         """Send this rank's changes of weights in messages, and then the request itself."""

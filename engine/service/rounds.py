@@ -102,8 +102,6 @@ class ServedRun:
     def has_ended(self) -> bool:
         return self.problem is not None or self.closed == self.schedule.last
 
-    # -- members -----------------------------------------------------------------------------------
-
     def join(self, slot: int | None, now: float) -> Member | None:
         """Add a group to the run, and return it as a member, or None if the run has all groups.
 
@@ -152,7 +150,7 @@ class ServedRun:
         return self.closed
 
     def lease(self, member: Member, number: int) -> list[int] | None:
-        """Return the member's share of the data by its number from 0. None before the run starts."""
+        """Return the member's share of the data by number, from 0. None before the run starts."""
         assert self.order is not None
         if number > (following := len(member.shares)):
             raise ServiceError(f"share {number} of the data was requested before share {following}; request in order")
@@ -242,7 +240,13 @@ class ServedRun:
         deliveries, self._deliveries = self._deliveries, []
         self.closed, self._is_closing, self._grace_ends = self.closed + 1, False, None
         fragment, tokens = self.schedule.fragment(self.closed), self.tokens_per_sample
-        self._note_orphans(fragment, {one.slot for one in deliveries})
+        infos, slots = self.anchors.layout.parameters.values(), {one.slot for one in deliveries}
+        of_fragment = [info for info in infos if info.trainable and self.anchors.fragments[info.name] == fragment]
+        for unit, holders in {info.unit: info.holders for info in of_fragment}.items():
+            if slots & set(holders):
+                self.orphans.pop(unit, None)
+            elif self.orphans.setdefault(unit, self.closed) == self.closed:
+                log.warning("unit %s: no changes came in time from holders %s; its weights stay", unit, holders)
         new = sum(one.new_samples for one in deliveries)
         loss = sum(one.loss * one.new_samples for one in deliveries) / new if new else None
         seconds, self._closed_at = now - (self._closed_at or now), now
@@ -257,18 +261,6 @@ class ServedRun:
             "late": self.late, "seconds": seconds or None, "bytes": sum(one.nbytes for one in deliveries),
             "by_group": by_group, "orphans": dict(self.orphans),
         }  # fmt: skip
-
-    def _note_orphans(self, fragment: int, slots: set[int]) -> None:
-        """Note which units of the fragment nobody has delivered, and since when."""
-        infos = [info for info in self.anchors.layout.parameters.values() if info.trainable]
-        holders = {info.unit: info.holders for info in infos if self.anchors.fragments[info.name] == fragment}
-        for unit, groups in holders.items():
-            if slots & set(groups):
-                self.orphans.pop(unit, None)
-            elif self.orphans.setdefault(unit, self.closed) == self.closed:
-                log.warning("unit %s: no changes came in time from holders %s; its weights do not change", unit, groups)
-
-    # -- state -------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the run as JSON. A checkpoint saves the data order separately."""

@@ -69,8 +69,6 @@ class Server:
         finally:
             await runner.cleanup()
 
-    # -- requests ----------------------------------------------------------------------------------
-
     async def _answer(self, request: web.Request) -> web.Response:
         action = request.match_info["action"]
         if not self._signer.accepts(action, request.headers, time.time()):
@@ -96,7 +94,12 @@ class Server:
         head, _, slices = body.partition(b"\n")
         request, run, now = parse_json(head.decode()), self._run, time.monotonic()
         if action == "join":
-            return self._join(request, now)
+            if request["settings"] != self._settings:
+                where, mine, others = first_difference("settings", self._settings, request["settings"])
+                both = f"the service has {shorten(mine)}, but this group has {shorten(others)}"
+                raise ServiceError(f"{where}: {both}; use the same configuration")
+            member = run.join(request["slot"], now)
+            return {"session": None} if member is None else {"session": member.session, "slot": member.slot}
         member = run.member(request["session"], now)
         if run.problem is not None and action != "leave":
             raise ServiceError(f"the service has ended the run: {run.problem}")
@@ -129,7 +132,7 @@ class Server:
                 is_first = int(request["step"]) > self._evaluated
                 if is_first:
                     self._evaluated = int(request["step"])
-                    member.pinned, _ = await asyncio.to_thread(run.anchors.snapshot)
+                    member.pinned = await asyncio.to_thread(run.anchors.snapshot)
                 return {"mine": is_first}
             case "evaluation":
                 if member.pinned is not None:
@@ -145,11 +148,3 @@ class Server:
             case _:
                 raise ServiceError("the service has no such request")
         return run.status(member)
-
-    def _join(self, request: Any, now: float) -> dict[str, Any]:
-        if request["settings"] != self._settings:
-            where, mine, others = first_difference("settings", self._settings, request["settings"])
-            both = f"the service has {shorten(mine)}, but this group has {shorten(others)}"
-            raise ServiceError(f"{where}: {both}; use the same configuration")
-        member = self._run.join(request["slot"], now)
-        return {"session": None} if member is None else {"session": member.session, "slot": member.slot}

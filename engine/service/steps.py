@@ -46,9 +46,7 @@ class Membership:
         self.closed = 0  # the average whose anchors the group has
         self.lost = False  # what the ranks last agreed on; a heartbeat changes only the client's own flag
         self.is_renewed = False  # the group has joined again, so its data order starts over
-        # What the group sends to the service at its start: "micro_batches" of a step, "width" (the
-        # samples of one), "data_ranks", and what identifies the "data".
-        self.start: dict[str, Any] = {}
+        self.start: dict[str, Any] = {}  # "micro_batches" of a step, "width" (of one), "data_ranks", "data" (a hash)
         self._read = 0  # samples of the steps so far
         if rank == 0:
             client.beat_every(sync.service.heartbeat_seconds)

@@ -155,9 +155,9 @@ def _train_by_all_reduce(case: Case) -> tuple[dict[str, torch.Tensor] | None, fl
 def test_a_service_equals_an_all_reduce(ranks: RankPool, case: Case) -> None:
     expected, expected_loss = ranks.run(_train_by_all_reduce, case, world=case.world)[0]
     with served(case) as (run, address, lines):
-        before, _ = run.anchors.snapshot()
+        before = run.anchors.snapshot()
         answers = ranks.run(_train_with_a_service, case, address, world=case.world)
-        found, _ = run.anchors.snapshot()
+        found = run.anchors.snapshot()
     for name, weight in found.items():
         assert (weight - before[name]).abs().max() > 1e-4, name
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6, msg=name)
