@@ -358,7 +358,7 @@ class LocalTraining:
         newest = self.newest()
         service.note_step(newest.loss if newest is not None else math.nan)
         averages.steps_since_start += 1
-        status = service.poll()
+        status = service.agree(service.client.status)  # the newest one that rank 0 knows
         if service.lost:
             return self.enter()
         if averages.fragment_under_way is not None and averages.steps_since_start >= self._sync.overlap:

@@ -1,7 +1,4 @@
-"""``sdp serve CONFIG``: the service of a run whose groups come and go.
-
-It keeps the anchors: the averaged weights, with which a group begins when it joins.
-"""
+"""``sdp serve CONFIG``: the service of a run whose groups come and go, and the files of the run."""
 
 from __future__ import annotations
 
@@ -130,7 +127,7 @@ class _Service:
                 self._save(block=False)
 
     def _save(self, *, block: bool) -> None:
-        """Write a checkpoint in the background, after the previous one (``block``) or not at all."""
+        """Write a checkpoint in the background, after the last one (``block``) or not at all."""
         run, config = self._run, self._config
         try:
             if not self._saver.wait(block=block) or run.closed == self._saved:

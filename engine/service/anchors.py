@@ -32,21 +32,16 @@ class Slice(NamedTuple):
 
 @dataclass
 class Delivery:
-    """The changes of weights that the group ``slot`` sends for an average, as they arrive.
-
-    ``samples`` is how many samples the group has read since its last delivery of this fragment.
-    ``new_samples`` is how many it has read since its last delivery of any fragment. ``loss`` is the
-    mean loss of the new samples, and ``seconds`` is how long they took.
-    """
+    """The changes of weights that the group ``slot`` sends for an average, as they arrive."""
 
     slot: int
     changes: dict[Slice, torch.Tensor] = field(default_factory=dict)  # anchor − weights
     nbytes: int = 0  # the bytes of the changes
     ranks: set[int] = field(default_factory=set)  # ranks that have sent all changes
-    samples: int = 0
-    new_samples: int = 0
-    loss: float = 0.0
-    seconds: float = 0.0
+    samples: int = 0  # that the group has read since its last delivery of this fragment
+    new_samples: int = 0  # that it has read since its last delivery of any fragment
+    loss: float = 0.0  # the mean loss of the new samples
+    seconds: float = 0.0  # how long the new samples took
 
 
 class Anchors:

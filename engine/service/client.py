@@ -26,6 +26,7 @@ log = logging.getLogger("sdp")
 _PAUSE_SECONDS = 0.5  # seconds before a request is made again
 _REQUEST_SECONDS = 300.0
 _ANSWER_BYTES = MOST_BYTES + (1 << 20)  # the largest answer that is read
+_UNKNOWN = {"closed": 0, "grace": False}
 _NO_ANSWER = (aiohttp.ClientError, TimeoutError, OSError)
 
 
@@ -43,7 +44,7 @@ class Client:
     def __init__(self, address: str, token: bytes, wait_seconds: float, tls: ssl.SSLContext | None = None):
         self.address, self._signer, self._wait_seconds = address, Signer(token), wait_seconds
         self.session, self.is_lost = "", False
-        self.status: dict[str, Any] = {}  # the newest answer to a heartbeat
+        self.status: dict[str, Any] = _UNKNOWN  # the newest answer to a heartbeat
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="service", daemon=True).start()
         self._http = self.start(self._open(tls)).result()
@@ -114,15 +115,14 @@ class Client:
     def join(self, slot: int | None, settings: dict[str, Any]) -> int:
         """Make this group a member of the run, and return its slot (its number in the placement).
 
-        If all slots are taken, wait for up to ``wait_seconds`` until one is free. The argument
-        ``slot`` is the slot that the group had before, or None.
+        If all slots are taken, wait for up to ``wait_seconds``. ``slot`` is an earlier one or None.
         """
         waits_until = time.monotonic() + self._wait_seconds
         while (answer := self.request("join", slot=slot, settings=settings))["session"] is None:
             if time.monotonic() > waits_until:
                 raise ServiceError(f"the run at {self.address} already has all of its groups (sdp.groups)")
             time.sleep(_PAUSE_SECONDS)
-        self.session, self.is_lost, self.status = answer["session"], False, {}
+        self.session, self.is_lost, self.status = answer["session"], False, _UNKNOWN
         return int(answer["slot"])
 
     def leave(self) -> None:

@@ -2,8 +2,7 @@
 
 Averages are numbered 1, 2, … With rounds of H steps and P fragments, average k covers fragment
 −k mod P, and is due after step k·H/P. A group sends changes for average k + 1 only when it has the
-weights after average k. So one average is open at a time. This file reads no clock: callers pass
-the time.
+weights after average k. So one average is open at a time. This file reads no clock.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Schedule:
 
     def __init__(self, sync: SyncSection, steps: int):
         self.every, self.fragments = sync.every, sync.fragments
-        self.steps = -(-steps // sync.every) * sync.every  # the last one ends a round
+        self.steps = -(-steps // sync.every) * sync.every
         # After the last step, the fragments follow that were averaged before it.
         self.last = self.steps * sync.fragments // sync.every + sync.fragments - 1
 
@@ -77,7 +76,6 @@ class ServedRun:
     def __init__(self, anchors: Anchors, sync: SyncSection, steps: int, groups: int, tokens_per_sample: int):
         assert sync.service is not None
         self.anchors, self._service, self.groups = anchors, sync.service, groups
-        self.wait_seconds = sync.service.wait_seconds
         self.schedule, self.tokens_per_sample = Schedule(sync, steps), tokens_per_sample
         self.members: dict[str, Member] = {}  # by session
         self.order: DataOrder | None = None
@@ -133,8 +131,6 @@ class ServedRun:
         member = self.members.pop(session)
         self.skipped_samples += member.unsettled
         log.info("group %d %s, %d of %d live", member.slot, why, len(self.members), self.groups)
-
-    # -- requests ----------------------------------------------------------------------------------
 
     def begin(self, member: Member, micro_batches: int, width: int, data_ranks: int, now: float) -> int:
         """Let a member take part in rounds, and return the number of the newest average.
@@ -204,8 +200,6 @@ class ServedRun:
         grace = self._grace_ends is not None and member.accepted <= self.closed
         return {"closed": self.closed, "accepted": member.accepted, "grace": grace}
 
-    # -- time --------------------------------------------------------------------------------------
-
     def tick(self, now: float) -> bool:
         """Drop groups that are gone, and return whether the open average must close now."""
         service, was_stopped = self._service, now - self._ticked > self._service.heartbeat_seconds
@@ -267,7 +261,7 @@ class ServedRun:
         return {"closed": self.closed, "samples": self.samples, "late": self.late, "orphans": dict(self.orphans)}
 
     def load_state_dict(self, state: Mapping[str, Any] | None, order: Mapping[str, Any] | None) -> None:
-        """Continue a run from a saved ``state`` and data ``order``. Either is None if not saved.
+        """Continue a run from a saved ``state`` and data ``order`` (None if not saved).
 
         Samples that were assigned, but not delivered when ``state`` was saved, count as skipped.
         """

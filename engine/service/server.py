@@ -47,7 +47,7 @@ class Server:
 
         If ``port`` is 0, the system chooses a free port.
         """
-        run, ended_at = self._run, None
+        run = self._run
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/{action}", self._answer)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -57,14 +57,11 @@ class Server:
             self.port = runner.addresses[0][1]
             log.info("serving at %s:%d", host, self.port)
             while not stop:
-                if run.tick(now := time.monotonic()):
+                if run.tick(time.monotonic()):
                     await asyncio.to_thread(run.anchors.step, *run.begin_close())
                     await asyncio.to_thread(self._record, "average", run.finish_close(time.monotonic()))
-                if run.has_ended:
-                    ended_at = ended_at or now  # its living groups may be in a long step, or evaluate
-                    evaluates = any(member.pinned for member in run.members.values())
-                    if not run.members or (now - ended_at > run.wait_seconds and not evaluates):
-                        return
+                if run.has_ended and not run.members:  # living groups may be in a long step, or evaluate
+                    return
                 await asyncio.sleep(_TICK_SECONDS)
         finally:
             await runner.cleanup()
@@ -129,9 +126,8 @@ class Server:
                 found = await asyncio.to_thread(run.anchors.read, pieces, member.pinned)
                 return await asyncio.to_thread(pack, [(*part, "none") for part in zip(pieces, found, strict=True)])
             case "claim":  # the first group that asks evaluates the full model, with a copy of the anchors
-                is_first = int(request["step"]) > self._evaluated
-                if is_first:
-                    self._evaluated = int(request["step"])
+                if is_first := (step := int(request["step"])) > self._evaluated:
+                    self._evaluated = step  # before the await, so that no second group is the first
                     member.pinned = await asyncio.to_thread(run.anchors.snapshot)
                 return {"mine": is_first}
             case "evaluation":

@@ -110,10 +110,6 @@ class Membership:
         self._read += batch
         self._losses += loss * batch if math.isfinite(loss) else 0.0
 
-    def poll(self) -> dict[str, Any]:
-        """Return the newest answer to a heartbeat, and set :attr:`lost`. Collective."""
-        return self.agree({"closed": 0, "grace": False, **self.client.status})
-
     def claim(self, step: int) -> bool:
         """Return whether this group evaluates the full model after ``step``. Collective."""
         return self._ask("claim", step=step).get("mine", False)
@@ -150,7 +146,7 @@ class Membership:
 
     def deliver(self, fragment: int, changes: Sequence[Part]) -> Future[None]:
         """Start to send this rank's changes of weights. The future is done when all are sent."""
-        is_late = self.client.status.get("closed", 0) > self.closed
+        is_late = self.client.status["closed"] > self.closed
         now, samples, new = time.monotonic(), self._read - self._delivered[fragment], self._read - max(self._delivered)
         request = {
             "session": self.client.session, "average": self.closed + 1, "rank": self._rank, "ranks": self._ranks,

@@ -42,10 +42,7 @@ class Signer:
         self._nonces: dict[str, float] = {}
 
     def headers(self, path: str, body: bytes, now: float, nonce: str | None = None) -> dict[str, str]:
-        """Return the headers of a message: its time, nonce, signature, and the hash of its body.
-
-        ``nonce`` is that of the request if the message is an answer. By default it is random.
-        """
+        """Return the headers of a message. An answer has the ``nonce`` of its request."""
         headers = {TIME: f"{now:.3f}", NONCE: nonce or secrets.token_hex(16), DIGEST: hashlib.sha256(body).hexdigest()}
         return {**headers, SIGNATURE: self._sign(path, headers)}
 
@@ -74,10 +71,7 @@ def fits(body: bytes, headers: Mapping[str, str]) -> bool:
 
 
 def messages_of(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Divide tensors into messages of limited size, and yield the content of each message.
-
-    Long tensors are cut along their first dimension, and short ones are sent together.
-    """
+    """Yield the contents of messages of limited size. Long tensors are cut along dimension 0."""
     message, total = list[Part](), 0
     for piece, tensor, kind in parts:
         rows = max(1, MESSAGE_BYTES // max(1, 4 * math.prod(piece.shape[1:])))

@@ -10,8 +10,6 @@ from ...engine.config.schema import Config
 from ...engine.environment.process import service_token
 from ...engine.errors import ConfigError, shorten
 
-_FEWEST_CHARACTERS = 16
-
 
 def read_token(path: Path | None) -> bytes:
     """Return the secret that the groups of a run share with its service.
@@ -25,8 +23,8 @@ def read_token(path: Path | None) -> bytes:
     except (OSError, ValueError) as error:
         raise ConfigError(f"--token-file {path}: cannot be read ({shorten(error)})") from None
     token = (text or "").strip().encode()
-    if len(token) < _FEWEST_CHARACTERS:
-        short = f"the token of the service has {len(token)} characters, but needs {_FEWEST_CHARACTERS}"
+    if len(token) < 16:
+        short = f"the token of the service has {len(token)} characters, but needs 16"
         raise ConfigError(f"{source}: {short}; write one to a file (openssl rand -hex 16) for --token-file")
     return token
 
