@@ -20,7 +20,6 @@ from .signals import caught_signals
 
 _POLL_SECONDS = 0.1
 _STOP_SECONDS = 60.0  # from a signal until processes are killed
-_HOUR = 3600.0
 
 
 class _Process:
@@ -35,7 +34,7 @@ class _Process:
     def look(self) -> None:
         if self.code is not None or not self.rank.has_ended():
             return
-        failure, ends = self.rank.failure(), [end for end in self._ends if time.monotonic() - end < _HOUR]
+        failure, ends = self.rank.failure(), [end for end in self._ends if time.monotonic() - end < 3600]
         code = failure.exit_code if failure is not None else 0
         says_why = failure is not None and self._number == 0 and failure.is_known
         if code in (0, 2) or says_why or len(ends) >= self._most:
@@ -53,9 +52,8 @@ class _Process:
 def start_served(config: Config, words: Sequence[str], dump_dir: Path, processes: int, *, on_cpu: bool) -> int:
     """Run a service and its groups on this host, and return the exit code.
 
-    The service writes to this process's terminal. The groups' output is in ``dump_dir/logs``, and
-    their files are in ``dump_dir/groups``. ``words`` are the configuration file and its ``--set``
-    options. ``processes`` is the number of ranks of each group.
+    The service writes to this process's terminal, and groups to ``dump_dir/logs`` and ``groups``.
+    ``words`` are the file and ``--set`` options. ``processes`` is the number of ranks of a group.
     """
     assert config.sdp.sync is not None and config.sdp.sync.service is not None
     groups, restarts = config.sdp.groups, config.sdp.sync.service.restarts

@@ -43,7 +43,6 @@ from .train.service import encryption, read_token, settings_of, split_address
 log = logging.getLogger("sdp")
 
 _ORDER = "data_order.json"  # the state of the data order, which changes between checkpoints
-_KEEP = 2  # checkpoints
 _ROUND = "step %(step)d/%(steps)d  round %(round)d  loss %(loss).4f  groups %(groups)d of %(alive)d  late %(late)d"
 _ROUND += "  skipped tokens %(skipped_tokens)d"
 
@@ -147,7 +146,7 @@ class _Service:
         }  # fmt: skip
         self._saver.save(
             self._dump_dir / "checkpoints", f"step-{run.step}", self._tensors, state,
-            parameters=self._layout.wholes, background=True, keep=_KEEP,
+            parameters=self._layout.wholes, background=True, keep=2,
         )  # fmt: skip
 
     def _resume(self) -> None:

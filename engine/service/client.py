@@ -37,8 +37,7 @@ class Client:
     have lost its membership, because it was dropped or the service has started again. Then
     ``is_lost`` is True, and requests return nothing, until the group joins again.
 
-    Messages are signed with the ``token``. ``tls`` has the certificates to trust. If it is None,
-    the connection is not encrypted.
+    Messages are signed with the ``token``, and encrypted if ``tls`` has certificates to trust.
     """
 
     def __init__(self, address: str, token: bytes, wait_seconds: float, tls: ssl.SSLContext | None = None):

@@ -29,8 +29,7 @@ class DataOrder:
     has a share for each group, with ``micro_batches`` micro-batches of ``width`` samples. A share
     is a list of the positions in the data at which its micro-batches begin. If all groups are
     present, group g gets share g of each block, the same samples as without the service. Share g
-    belongs to path g mod ``paths``: only groups of this path get it, and its positions are
-    positions in the data of this path.
+    has positions in the data of path g mod ``paths``, and only groups of this path get the share.
     """
 
     groups: int

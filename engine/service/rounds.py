@@ -22,7 +22,6 @@ from .anchors import Anchors, Delivery, Slice
 from .data_order import DataOrder
 
 log = logging.getLogger("sdp")
-
 _START_SECONDS = 10.0  # by how many seconds processes that start together may differ
 
 

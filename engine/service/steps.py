@@ -27,8 +27,6 @@ from .wire import Part
 if TYPE_CHECKING:
     from .client import Client  # imports aiohttp
 
-_POLL_SECONDS = 0.1  # between two questions whether the run has started
-
 
 class Membership:
     """The connection of one rank of a group to the service of a run.
@@ -101,7 +99,7 @@ class Membership:
         A lost group gets arbitrary samples. It joins again after its step, which does not count.
         """
         while (share := self.client.request("lease", number=self._leased).get("share", [0])) is None:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(0.1)
         self._share, self._leased = self._share + share, self._leased + 1
 
     def note_step(self, loss: float) -> None:
