@@ -22,7 +22,7 @@ from .anchors import Anchors, Delivery, Slice
 from .data_order import DataOrder
 
 log = logging.getLogger("sdp")
-_START_SECONDS = 10.0  # by how many seconds processes that start together may differ
+_START_SECONDS = 30.0  # by how many seconds processes that start together may differ
 
 
 class Schedule:
@@ -69,7 +69,7 @@ class ServedRun:
     """The state of a run in the service: living groups, the open average, data, and counters.
 
     The run begins when all groups have begun, or when no further group has joined or begun for
-    ``grace_seconds`` (at least 10 s). In all methods, ``now`` is the time in seconds.
+    ``grace_seconds`` (at least 30 s). In all methods, ``now`` is the time in seconds.
     """
 
     def __init__(self, anchors: Anchors, sync: SyncSection, steps: int, groups: int, tokens_per_sample: int):
