@@ -362,7 +362,10 @@ class LocalTraining:
         if service.lost:
             return self.enter()
         if averages.fragment_under_way is not None and averages.steps_since_start >= self._sync.overlap:
+            session = service.client.session
             step = self._take_average()
+            if service.client.session != session:  # the group has joined again, and has taken no step since
+                return step
         is_behind = status["closed"] > service.closed or (status["grace"] and status["closed"] == service.closed)
         is_due = is_behind or step >= service.schedule.due(service.closed + 1)
         if averages.fragment_under_way is None and service.closed < service.schedule.last and is_due:

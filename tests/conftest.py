@@ -15,8 +15,8 @@ from sdp.tests.support.ranks import RankPool, rank_alone
 # A shell ignores it for its background jobs, and for what those start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# A TCPStore looks up the name of each address that connects, and an answer that is lost costs a
-# second or more. With no attempts, glibc asks no server, and only /etc/hosts counts.
+# A TCPStore looks up the name of each address that connects, and a lost answer costs seconds. With
+# no attempts, glibc asks no server, and only /etc/hosts counts.
 os.environ["RES_OPTIONS"] = "attempts:0"
 
 # The files that take longest. They come first: a file's tests stay in one of the processes that

@@ -23,7 +23,7 @@ from ..engine.config.load import load_config
 from ..engine.config.schema import Config
 from ..engine.construct import first_weights
 from ..engine.distributed.mesh import Mesh
-from ..engine.errors import CheckpointError, ConfigError, ModelError, ServiceError
+from ..engine.errors import CheckpointError, ConfigError, ModelError, NonFiniteError, ServiceError
 from ..engine.files import write_whole
 from ..engine.json_files import read_json_file
 from ..engine.placement.layout import Layout
@@ -79,12 +79,11 @@ class _Service:
         blocks = tuple(f"{name}." for name in self._layout.blocks) if "forward" in config.sdp.maskings else ()
         buffers = [*self._layout.buffers, *(name for name, _ in model.named_buffers() if name.startswith(blocks))]
         if buffers:
-            raise ModelError(f"{buffers[0]}: is a buffer, which sdp.sync.service does not keep; use another model")
+            raise ModelError(f"{buffers[0]}: is a buffer, use a model without, or remove sdp.sync.service")
         anchors = Anchors(self._layout, sync, first_weights(model, config, self._layout))
         momenta = {f"outer/{name}/momentum_buffer": value for name, value in anchors.momenta.items()}
         self._tensors = weights_of(anchors.weights) | momenta  # by key of a checkpoint; outer steps change them
         self._run = ServedRun(anchors, sync, steps, groups, config.data.tokens_per_sample)
-        # Its state is a part of checkpoints.
         self._sampler = ResumableLoader(self._corpus.train, 1, data_ranks=groups, seed=config.training.seed).sampler
         self._saver, self._saved, self._started = Saver(alone=True, device=torch.device("cpu")), 0, time.monotonic()
         self._resume()
@@ -144,10 +143,13 @@ class _Service:
             "loader": self._sampler.state_at(run.order.end if run.order is not None else 0),
             "client_state": {**self._corpus.identity, "service": run.state_dict()}, "spikes": {}, "sync": sync,
         }  # fmt: skip
-        self._saver.save(
-            self._dump_dir / "checkpoints", f"step-{run.step}", self._tensors, state,
-            parameters=self._layout.wholes, background=True, keep=2,
-        )  # fmt: skip
+        try:
+            self._saver.save(
+                self._dump_dir / "checkpoints", f"step-{run.step}", self._tensors, state,
+                parameters=self._layout.wholes, background=True, keep=2,
+            )  # fmt: skip
+        except NonFiniteError as error:
+            run.problem = str(error)  # groups learn it, and the newest checkpoint stays
 
     def _resume(self) -> None:
         run, order = self._run, self._dump_dir / _ORDER

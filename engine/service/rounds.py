@@ -87,8 +87,8 @@ class ServedRun:
         self._is_closing = self._is_started = False
         self._closed_at: float | None = None
         self._grace_ends: float | None = None
-        self._changed = self._enough_at = 0.0  # when a group last joined or began, and when enough groups lived last
-        self._ticked = math.inf
+        self._changed = 0.0  # when a group last joined or began
+        self._ticked = self._few_since = math.inf  # the last tick, and since when too few groups live
 
     @property
     def step(self) -> int:
@@ -196,7 +196,7 @@ class ServedRun:
 
     def status(self, member: Member) -> dict[str, Any]:
         """Return what the service answers to a heartbeat of a member."""
-        grace = self._grace_ends is not None and member.accepted <= self.closed
+        grace = (self._grace_ends is not None or self.problem is not None) and member.accepted <= self.closed
         return {"closed": self.closed, "accepted": member.accepted, "grace": grace}
 
     def tick(self, now: float) -> bool:
@@ -208,9 +208,9 @@ class ServedRun:
             if now - member.seen > 2 * service.heartbeat_seconds:
                 self.drop(session, f"made no request for {now - member.seen:.1f} s and was dropped")
         living, count = [member for member in self.members.values() if member.begun], len(self.members)
-        if count >= service.min_groups or self.has_ended:
-            self._enough_at = now
-        elif self._is_started and now - self._enough_at >= (service.grace_seconds if count else service.wait_seconds):
+        is_enough = count >= service.min_groups or self.has_ended or not self._is_started
+        self._few_since = math.inf if is_enough else min(self._few_since, now)
+        if now - self._few_since >= (service.grace_seconds if count else service.wait_seconds):
             self.problem = f"{count} groups live, fewer than sdp.sync.service.min_groups = {service.min_groups}"
         if not self._is_started:
             waits = count < self.groups and now - self._changed < max(service.grace_seconds, _START_SECONDS)

@@ -43,10 +43,7 @@ class Server:
         self.port = 0  # at which the server listens
 
     async def serve(self, host: str, port: int, tls: ssl.SSLContext | None, stop: Sequence[int]) -> None:
-        """Serve until the run has ended and its groups have left, or ``stop`` contains a signal.
-
-        If ``port`` is 0, the system chooses a free port.
-        """
+        """Serve until the run has ended and no group lives, or ``stop`` contains a signal."""
         run = self._run
         app = web.Application(client_max_size=MOST_BYTES)
         app.router.add_post("/{action}", self._answer)
@@ -98,7 +95,7 @@ class Server:
             member = run.join(request["slot"], now)
             return {"session": None} if member is None else {"session": member.session, "slot": member.slot}
         member = run.member(request["session"], now)
-        if run.problem is not None and action != "leave":
+        if run.problem is not None and (action not in ("leave", "heartbeat") or "average" in request):
             raise ServiceError(f"the service has ended the run: {run.problem}")
         match action:
             case "begin":
@@ -126,7 +123,7 @@ class Server:
                 found = await asyncio.to_thread(run.anchors.read, pieces, member.pinned)
                 return await asyncio.to_thread(pack, [(*part, "none") for part in zip(pieces, found, strict=True)])
             case "claim":  # the first group that asks evaluates the full model, with a copy of the anchors
-                if is_first := (step := int(request["step"])) > self._evaluated:
+                if is_first := (step := int(request["step"])) > self._evaluated or member.pinned is not None:
                     self._evaluated = step  # before the await, so that no second group is the first
                     member.pinned = await asyncio.to_thread(run.anchors.snapshot)
                 return {"mine": is_first}
@@ -139,6 +136,7 @@ class Server:
                 run.drop(member.session, "left")
             case "heartbeat":  # may ask to wait until an average has ended
                 average = int(request.get("average", 0))
+                member.pinned = None if average else member.pinned  # the answer to "claim" may have been lost
                 while run.closed < average and time.monotonic() - now < _WAIT_SECONDS:
                     await asyncio.sleep(_TICK_SECONDS)
             case _:

@@ -23,8 +23,8 @@ dataset = [{"input_ids": row, "labels": row} for row in rows]
 
 def start_script(folder: Path, script: str, settings: str) -> subprocess.CompletedProcess[str]:
     """Run ``script`` under torchrun."""
-    path = write_script(folder, script, settings)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", path.name]
+    words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", write_script(folder, script, settings)]
+    command = [sys.executable, "-m", *words]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
 
 

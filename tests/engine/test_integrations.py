@@ -83,9 +83,7 @@ def _accelerate(folder: str) -> None:
             schedule.step()
             optimizer.zero_grad()
             rates += model.get_lr() if accelerator.sync_gradients else []
-    assert model.global_steps == 2, (
-        model.global_steps, model.micro_steps, len(loader), accelerator.num_processes, type(loader),
-    )  # fmt: skip
+    assert model.global_steps == 2
     assert rates[0] > rates[-1]
     assert model.get_lr() == schedule.get_last_lr()
     accelerator.save_state(folder)

@@ -20,7 +20,7 @@ from ...engine.distributed.join import join
 from ...engine.distributed.mesh import machine_id, mesh_of, split_tensor_group, unique_host_names
 from ...engine.engine import SDPEngine
 from ...engine.environment.detect import detect, position_file
-from ...engine.errors import ConfigError
+from ...engine.errors import ConfigError, shorten
 from ...engine.initialize import initialize
 from ...engine.service.steps import Membership
 from ...models.registry import build_model
@@ -188,7 +188,10 @@ def _membership(config: Config, options: argparse.Namespace, rank: int) -> Membe
 
     split_address(options.service, "--service")
     token, tls = read_token(options.token_file), encryption(options.tls_ca, serves=False)
-    client = Client(options.service, token, sync.service.wait_seconds, tls)
+    try:
+        client = Client(options.service, token, sync.service.wait_seconds, tls)
+    except ValueError:  # a host that no URL can have, such as ::1 without brackets
+        raise ConfigError(f"--service {shorten(options.service)}: is not HOST:PORT, such as 10.0.0.1:7777") from None
     return Membership(client, sync, config.training.steps, settings_of(config), rank)
 
 

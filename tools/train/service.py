@@ -32,7 +32,7 @@ def read_token(path: Path | None) -> bytes:
 def split_address(address: str, option: str) -> tuple[str, int]:
     """Return host and port of HOST:PORT. Raises ConfigError if ``address`` has another form."""
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
+    if not host or "/" in host or not port.isdecimal() or len(port) > 5 or int(port) >= 2**16:
         raise ConfigError(f"{option} {shorten(address)}: is not HOST:PORT, such as 10.0.0.1:7777")
     return host.strip("[]"), int(port)
 

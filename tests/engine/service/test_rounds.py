@@ -196,6 +196,11 @@ def test_a_group_can_only_join_a_free_slot() -> None:
 
 
 def test_too_few_groups_end_the_run() -> None:
+    paused = Clock(service={"min_groups": 3})
+    paused.start()
+    paused.now += 12  # a long outer step, in which a group leaves
+    paused.run.drop(paused.members[0].session, "left")
+    assert not paused.run.tick(paused.now) and paused.run.problem is None  # the grace begins now
     clock = Clock(service={"min_groups": 2})
     clock.start()
     clock.pass_seconds(8, *clock.members[1:])

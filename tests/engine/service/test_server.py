@@ -89,10 +89,10 @@ def test_only_signed_recent_requests_are_answered_and_only_once(monkeypatch: pyt
     [
         ("lease", {"number": "x"}, "lease"),
         ("lease", {}, "number"),
-        ("anchors", {"slices": [["stem.weight", [0, 0], [10**9, 10**9]]], "pinned": False}, "at most"),
-        ("anchors", {"slices": [["stem.weight", [0, 0], [-1, 4]]], "pinned": False}, "not in the model"),
-        ("anchors", {"slices": [["../secret", [0], [1]]], "pinned": False}, "not in the model"),
-        ("anchors", {"slices": [[1, 2]], "pinned": False}, "anchors"),
+        ("anchors", {"slices": [["stem.weight", [0, 0], [10**9, 10**9]]]}, "at most"),
+        ("anchors", {"slices": [["stem.weight", [0, 0], [-1, 4]]]}, "not in the model"),
+        ("anchors", {"slices": [["../secret", [0], [1]]]}, "not in the model"),
+        ("anchors", {"slices": [[1, 2]]}, "anchors"),
         ("deliver", {"average": 1}, "facts"),
         ("nothing", {}, "no such request"),
     ],
@@ -104,6 +104,18 @@ def test_a_wrong_request_of_a_member_is_one_line(action: str, body: dict[str, An
         with pytest.raises(ServiceError, match=message):
             client.request(action, **body)
         assert client.request("heartbeat")["closed"] == 0
+
+
+def test_weights_of_an_evaluation_are_not_those_of_the_next_round() -> None:
+    with served(CASE) as (run, address, _), connection(address) as client:
+        client.join(None, {})
+        assert [client.request("claim", step=2)["mine"] for _ in range(2)] == [True, True]  # an answer may be lost
+        run.anchors.weights["stem.weight"] += 1
+        for average, moved in ((0, 1.0), (1, 0.0)):  # the second one waits for a round, so nobody evaluates
+            client.request("heartbeat", average=average)
+            weight = torch.zeros(run.anchors.weights["stem.weight"].shape)
+            client.fetch([(Slice("stem.weight", (0, 0), tuple(weight.shape)), weight)])
+            torch.testing.assert_close(run.anchors.weights["stem.weight"] - weight, torch.full_like(weight, moved))
 
 
 def test_slices_that_are_not_safetensors_are_refused() -> None:
@@ -131,10 +143,8 @@ def test_tls_encrypts_for_groups_that_trust_the_certificate(tmp_path: Path) -> N
             client.fetch([(Slice("stem.weight", (0, 0), tuple(anchor.shape)), anchor)])
             assert torch.equal(anchor, run.anchors.weights["stem.weight"])
         why = "no encrypted connection .*--tls-ca"
-        with (
-            connection(address, tls=encryption(tmp_path / "other.pem", serves=False)) as client,
-            pytest.raises(ServiceError, match=why),
-        ):
+        other = encryption(tmp_path / "other.pem", serves=False)
+        with connection(address, tls=other) as client, pytest.raises(ServiceError, match=why):
             client.join(None, {})
         with connection(address, wait_seconds=1.0) as client, pytest.raises(ServiceError, match="does not answer"):
             client.join(None, {})
