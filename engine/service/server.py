@@ -77,7 +77,7 @@ class Server:
             status, answer = 200, await self._act(action, body)
         except UnknownMemberError as error:
             status, answer = 409, {"error": str(error)}
-        except (ServiceError, ValueError, KeyError, TypeError, TimeoutError, web.HTTPRequestEntityTooLarge) as error:
+        except (ServiceError, ValueError, KeyError, TypeError, OSError, web.HTTPRequestEntityTooLarge) as error:
             status, answer = 400, {"error": shorten(f"{action}: {error}")}
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         headers = self._signer.headers(f"{status}", content, time.time(), request.headers[NONCE])
