@@ -50,7 +50,7 @@ _ROUND += "  skipped tokens %(skipped_tokens)d"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, "the run's JSON file, with a section sdp.sync.service")
     parser.add_argument("--bind", metavar="HOST:PORT", required=True, help="address at which the service listens")
-    parser.add_argument("--dump-dir", metavar="DIR", type=Path, required=True, help="run's folder; a run there goes on")
+    parser.add_argument("--dump-dir", metavar="DIR", type=Path, required=True, help="the run's folder; its run goes on")
     parser.add_argument("--token-file", metavar="FILE", type=Path, help="file with the secret (or SDP_SERVICE_TOKEN)")
     parser.add_argument("--tls-certificate", metavar="FILE", type=Path, help="encrypt with the certificates in FILE")
     parser.add_argument("--tls-key", metavar="FILE", type=Path, help="file with the certificate's private key")
@@ -79,7 +79,7 @@ class _Service:
         blocks = tuple(f"{name}." for name in self._layout.blocks) if "forward" in config.sdp.maskings else ()
         buffers = [*self._layout.buffers, *(name for name, _ in model.named_buffers() if name.startswith(blocks))]
         if buffers:
-            raise ModelError(f"{buffers[0]}: is a buffer, use a model without, or remove sdp.sync.service")
+            raise ModelError(f"{buffers[0]}: the service keeps no buffers; take another model, or no service")
         anchors = Anchors(self._layout, sync, first_weights(model, config, self._layout))
         momenta = {f"outer/{name}/momentum_buffer": value for name, value in anchors.momenta.items()}
         self._tensors = weights_of(anchors.weights) | momenta  # by key of a checkpoint; outer steps change them

@@ -100,7 +100,7 @@ class Client:
             if not is_answer or not self._signer.is_signed(f"{response.status}", response.headers):
                 raise ServiceError(f"{self.address} is not the service of this run, because its answer is not signed")
             if response.content_length is None or response.content_length > _ANSWER_BYTES:
-                raise ServiceError(f"{self.address}: answer has more than {_ANSWER_BYTES:,} bytes or no Content-Length")
+                raise ServiceError(f"{self.address}: has more than {_ANSWER_BYTES:,} bytes, or a proxy cut the length")
             answer = await response.read()
             if not fits(answer, response.headers):
                 raise aiohttp.ClientPayloadError("the answer is damaged")
